@@ -1,0 +1,38 @@
+"""fmoe: Mixture-of-Experts layers for PyTorch as pure functions.
+
+config = fmoe.MoEConfig(num_experts=8, model_dim=512, hidden_dim=1024, router=fmoe.TopK(2))
+params = fmoe.init(config, seed=0)
+y, aux = fmoe.moe(params, x, config)
+"""
+
+from . import functional as functional
+from .functional.capacity import Capacity as Capacity
+from .functional.config import MoEConfig as MoEConfig
+from .functional.init import init as init
+from .functional.moe import moe as moe
+from .functional.routers import TopK as TopK
+from .functional.tokens import Tokens as Tokens
+from .ops.grouped import grouped_matmul as grouped_matmul
+from .values import Aux as Aux
+from .values import ExpertParams as ExpertParams
+from .values import MoEParams as MoEParams
+from .values import RouterParams as RouterParams
+from .values import Routing as Routing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aux",
+    "Capacity",
+    "ExpertParams",
+    "MoEConfig",
+    "MoEParams",
+    "RouterParams",
+    "Routing",
+    "Tokens",
+    "TopK",
+    "functional",
+    "grouped_matmul",
+    "init",
+    "moe",
+]

@@ -1,0 +1,30 @@
+"""The one way to refuse a call: every broken rule at once, each with its argument, value and way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def refuse(call: str, problems: Iterable[str]) -> None:
+    """Raises `ValueError` listing `problems`, or returns if there are none.
+
+    Args:
+        call: the function or class as the user wrote it, such as ``gate``.
+        problems: one sentence for each broken rule.
+
+    Raises:
+        ValueError: if there is any problem.
+
+    Example:
+        >>> refuse("TopK", [])
+        >>> refuse("TopK", ["k=0, but k must be at least 1."])
+        Traceback (most recent call last):
+        ...
+        ValueError: TopK: k=0, but k must be at least 1.
+    """
+    found = list(problems)
+    if not found:
+        return
+    if len(found) == 1:
+        raise ValueError(f"{call}: {found[0]}")
+    raise ValueError("\n  ".join([f"{call}: {len(found)} arguments do not fit.", *found]))

@@ -1,0 +1,27 @@
+"""The layer as pure functions: gate, dispatch, expert_apply, combine, and the four in a row, moe."""
+
+from .combine import combine as combine
+from .dispatch import dispatch as dispatch
+from .experts import expert_apply as expert_apply
+from .gate import gate as gate
+from .losses import balance_loss as balance_loss
+from .losses import importance_loss as importance_loss
+from .losses import load_loss as load_loss
+from .losses import router_entropy as router_entropy
+from .losses import squared_variation as squared_variation
+from .losses import z_loss as z_loss
+from .moe import moe as moe
+
+__all__ = [
+    "balance_loss",
+    "combine",
+    "dispatch",
+    "expert_apply",
+    "gate",
+    "importance_loss",
+    "load_loss",
+    "moe",
+    "router_entropy",
+    "squared_variation",
+    "z_loss",
+]

@@ -1,0 +1,106 @@
+"""How many rows an expert keeps per group of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from .._errors import refuse
+
+_AS_NEEDED = "as_needed"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The most rows of one group that an expert keeps.
+
+    For a group of ``T_g`` unmasked tokens that choose K of E experts,
+
+        C_g = min(T_g, max(minimum, ceil(factor * K * T_g / E)))
+
+    in exact arithmetic: a float is read as the decimal number it prints as, so 1.1 is 11/10. With
+    ``factor="as_needed"``, C_g is the load of the fullest expert, so nothing is dropped, unless
+    `maximum` caps it. Drops depend on the tokens of the group alone, never on how the layer is run.
+
+    Args:
+        factor: a number of at least 0 (a `fractions.Fraction` too), or ``"as_needed"``.
+        minimum: the least capacity; with a factor only.
+        maximum: the greatest capacity; with ``"as_needed"`` only.
+
+    Raises:
+        ValueError: if a value is out of range.
+
+    Example:
+        >>> Capacity(1.2).of(tokens=128, k=1, num_experts=5)
+        31
+        >>> Capacity("as_needed", maximum=16).of(tokens=128, k=1, num_experts=5)
+        16
+
+    References:
+        GShard (arXiv 2006.16668, section 2.2); Tutel (arXiv 2206.03382, section 3.1).
+    """
+
+    factor: float | Fraction | str = 1.0
+    minimum: int = 0
+    maximum: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.factor == _AS_NEEDED:
+            if self.minimum:
+                problems.append(f'minimum={self.minimum!r}, but factor="as_needed" has no minimum: leave it out.')
+            if self.maximum is not None and not _is_count(self.maximum):
+                problems.append(f"maximum={self.maximum!r}, but it must be a whole number of at least 0, or None.")
+        else:
+            number = isinstance(self.factor, (int, float, Fraction)) and not isinstance(self.factor, bool)
+            if not number or not self.factor >= 0:  # type: ignore[operator]
+                problems.append(
+                    f'factor={self.factor!r}, but it must be a number of at least 0, or "as_needed"; '
+                    "capacity=None drops nothing."
+                )
+            if not _is_count(self.minimum):
+                problems.append(f"minimum={self.minimum!r}, but it must be a whole number of at least 0.")
+            if self.maximum is not None:
+                problems.append(f'maximum={self.maximum!r} goes with factor="as_needed" only: leave it out.')
+        refuse("Capacity", problems)
+
+    @property
+    def as_needed(self) -> bool:
+        """Whether the capacity follows the load."""
+        return self.factor == _AS_NEEDED
+
+    def _per_token(self, k: int, num_experts: int) -> Fraction:
+        """``factor * K / E``; numerator and denominator stay small enough for int64 arithmetic."""
+        factor = self.factor if isinstance(self.factor, Fraction) else Fraction(repr(self.factor))
+        return factor.limit_denominator(10**6) * k / num_experts
+
+    def of(self, *, tokens: int, k: int, num_experts: int) -> int:
+        """C_g for a group of `tokens` tokens; an upper bound of it if as needed."""
+        if self.as_needed:
+            return tokens if self.maximum is None else min(tokens, self.maximum)
+        if math.isinf(self.factor):  # type: ignore[arg-type]
+            return tokens
+        return min(tokens, max(self.minimum, math.ceil(self._per_token(k, num_experts) * tokens)))
+
+    def of_counts(self, tokens: Tensor, *, k: int, num_experts: int) -> Tensor:
+        """`of` for a tensor of token counts."""
+        if self.as_needed:
+            return tokens if self.maximum is None else tokens.clamp(max=self.maximum)
+        if math.isinf(self.factor):  # type: ignore[arg-type]
+            return tokens
+        ratio = self._per_token(k, num_experts)
+        wanted = (tokens * ratio.numerator + ratio.denominator - 1).div(ratio.denominator, rounding_mode="floor")
+        return torch.minimum(tokens, wanted.clamp(min=self.minimum))
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def as_capacity(capacity: Capacity | float | Fraction | str | None) -> Capacity | None:
+    """The rule that a ``capacity=`` argument stands for: None, a factor, ``"as_needed"``, or a rule."""
+    return capacity if capacity is None or isinstance(capacity, Capacity) else Capacity(capacity)

@@ -1,0 +1,246 @@
+"""Which experts each token goes to, with which weights, and which choices are dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import refuse
+from .._typing import accumulation_dtype, dtype_text, type_text
+from ..ops.routing import assign_slots, top_k
+from ..values import Aux, RouterParams, Routing
+from .capacity import Capacity, as_capacity
+from .losses import balance_loss, importance_loss, load_loss, router_entropy, z_loss
+from .routers import TopK
+
+
+def gate(
+    router_params: RouterParams,
+    x: Tensor,
+    router: TopK,
+    *,
+    capacity: Capacity | float | Fraction | str | None = None,
+    groups: int | Sequence[int] = 1,
+    noise: Tensor | None = None,
+    mask: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    spec: Any = None,
+) -> Routing:
+    """Routes every token of x to experts.
+
+    Everything is computed in fp32, or wider if x or the weight is wider, also under autocast. Ties go
+    to the lowest expert id. Queues are served by group, then first choices before second choices,
+    then in token order; the first `capacity` choices of each group are kept.
+
+    Args:
+        router_params: ``weight [M,E]``.
+        x: ``[..., M]`` tokens, any leading shape; T is its product.
+        router: how to select and weigh, for example ``TopK(2)``.
+        capacity: the most rows of a group that an expert keeps: None for no limit, a capacity factor,
+            ``"as_needed"``, or a `Capacity`.
+        groups: groups of consecutive tokens with capacities of their own: how many (it divides T) or
+            their sizes (they add up to T).
+        noise: ``[..., E]`` standard normal samples, added to the logits times ``router.noise_std / E``.
+        mask: ``[...]`` bool; False for tokens that go nowhere: no expert, no loss, no gradient.
+        token_ids: for routers that use them; `TopK` does not.
+        bias: for routers that use one; `TopK` does not.
+        spec: a sharding spec; None for one device.
+
+    Returns:
+        A `Routing`, with the auxiliary losses and statistics in ``routing.aux``.
+
+    Raises:
+        ValueError: if shapes, dtypes, k, capacity, groups or mask do not fit.
+
+    Example:
+        >>> import fmoe
+        >>> weight = torch.tensor([[1.0, 0.0, 0.5]])
+        >>> routing = gate(fmoe.RouterParams(weight), torch.tensor([[2.0], [-2.0]]), TopK(2))
+        >>> routing.experts
+        tensor([[0, 2],
+                [1, 2]])
+        >>> routing.counts
+        tensor([1, 1, 2])
+
+    References:
+        Shazeer et al. (arXiv 1701.06538, section 2.1); GShard (arXiv 2006.16668, algorithm 1).
+    """
+    weight = router_params.weight
+    _check(weight, x, router, noise=noise, mask=mask, token_ids=token_ids, bias=bias, spec=spec)
+    shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]
+    tokens = math.prod(shape)
+    sizes = _group_sizes(groups, tokens)
+    rule = as_capacity(capacity)
+    keep = None if mask is None else mask.reshape(tokens)
+
+    logits = _logits(x.reshape(tokens, x.shape[-1]), weight, keep)
+    noisy = logits
+    if noise is not None:
+        noise = noise.reshape(tokens, num_experts).to(logits.dtype) * (router.noise_std / num_experts)
+        noisy = logits + (noise if keep is None else torch.where(keep[:, None], noise, 0))
+    probs = noisy.softmax(dim=-1)
+    experts = top_k(noisy.detach(), router.k)
+    weights = _weights(router, noisy, probs, experts)
+    threshold = noisy.gather(1, experts[:, -1:])
+    if keep is not None:
+        experts = torch.where(keep[:, None], experts, -1)
+        weights = torch.where(keep[:, None], weights, 0)
+
+    limit, bound = _capacity(rule, sizes, keep, router.k, num_experts, x.device)
+    slots, counts = assign_slots(experts.unsqueeze(0), limit.unsqueeze(0), sizes, num_experts)
+    slots, counts = slots.squeeze(0), counts.squeeze(0)
+    aux = _aux(router, logits, threshold, probs, experts, slots, counts, sizes, keep)
+    return Routing(experts, weights, slots, counts, aux, num_experts=num_experts, shape=shape, capacity=bound)
+
+
+def _logits(x: Tensor, weight: Tensor, keep: Tensor | None) -> Tensor:
+    dtype = accumulation_dtype(x.dtype, weight.dtype)
+    if keep is not None:
+        x = torch.where(keep[:, None], x, 0)  # before the product: 0 * NaN would reach the weight's gradient
+    if not torch.is_autocast_enabled(x.device.type):
+        return x.to(dtype) @ weight.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return x.to(dtype) @ weight.to(dtype)
+
+
+def _weights(router: TopK, logits: Tensor, probs: Tensor, experts: Tensor) -> Tensor:
+    if router.order == "topk_softmax":
+        return logits.gather(1, experts).softmax(dim=-1)
+    weights = probs.gather(1, experts)
+    return weights / weights.sum(dim=-1, keepdim=True) if router.normalize else weights
+
+
+def _capacity(
+    rule: Capacity | None, sizes: list[int], keep: Tensor | None, k: int, num_experts: int, device: torch.device
+) -> tuple[Tensor, int | None]:
+    """The limit of each group ``[G]``, and the slots per expert that suffice if that is known."""
+    if rule is None:
+        return torch.tensor(sizes, device=device), None
+    bounds = [rule.of(tokens=size, k=k, num_experts=num_experts) for size in sizes]
+    bound = None if rule.as_needed and rule.maximum is None else sum(bounds)
+    if keep is None:
+        return torch.tensor(bounds, device=device), bound
+    present = torch.stack([part.sum() for part in keep.split(sizes)])
+    return rule.of_counts(present, k=k, num_experts=num_experts), bound
+
+
+def _aux(
+    router: TopK,
+    logits: Tensor,
+    threshold: Tensor,
+    probs: Tensor,
+    experts: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    sizes: list[int],
+    keep: Tensor | None,
+) -> Aux:
+    def scoped(logits: Tensor, threshold: Tensor, probs: Tensor, counts: Tensor, keep: Tensor | None) -> list[Tensor]:
+        return [
+            balance_loss(probs, counts, mask=keep),
+            importance_loss(probs, mask=keep),
+            load_loss(logits, threshold, noise_std=router.noise_std, mask=keep),
+        ]
+
+    if router.scope == "global" or len(sizes) == 1:
+        balance, importance, load = scoped(logits, threshold, probs, counts, keep)
+    else:
+        balance, importance, load = _mean_over_groups(scoped, logits, threshold, probs, experts, sizes, keep)
+    return Aux(
+        balance=balance,
+        z=z_loss(logits, mask=keep),
+        importance=importance,
+        load=load,
+        entropy=router_entropy(probs, mask=keep),
+        counts=counts,
+        dropped=((slots < 0) & (experts >= 0)).sum(),
+    )
+
+
+def _mean_over_groups(
+    losses: Any,
+    logits: Tensor,
+    threshold: Tensor,
+    probs: Tensor,
+    experts: Tensor,
+    sizes: list[int],
+    keep: Tensor | None,
+) -> list[Tensor]:
+    """Each loss on each group by itself; the mean weighted by the groups' unmasked tokens."""
+    num_experts = logits.shape[1]
+    masks: Sequence[Tensor | None] = [None] * len(sizes) if keep is None else keep.split(sizes)
+    chosen = torch.where(experts >= 0, experts, num_experts)
+    totals: list[Tensor] | None = None
+    present = logits.new_zeros(())
+    pieces = zip(
+        logits.split(sizes), threshold.split(sizes), probs.split(sizes), chosen.split(sizes), masks, strict=True
+    )
+    for z, cut, p, ids, mask in pieces:
+        ones = torch.ones_like(ids.flatten())
+        counts = ones.new_zeros(num_experts + 1).scatter_add(0, ids.flatten(), ones)[:num_experts]
+        tokens = logits.new_tensor(z.shape[0]) if mask is None else mask.sum().to(logits.dtype)
+        terms = [tokens * loss for loss in losses(z, cut, p, counts, mask)]
+        totals = terms if totals is None else [a + b for a, b in zip(totals, terms, strict=True)]
+        present = present + tokens
+    assert totals is not None
+    return [total / present.clamp(min=1) for total in totals]
+
+
+def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
+    if isinstance(groups, int):
+        if groups < 1 or tokens % groups:
+            refuse("gate", [f"groups={groups}, but it must be at least 1 and divide T={tokens}; or give the sizes."])
+        return [tokens // groups] * groups
+    sizes = [int(size) for size in groups]
+    if not sizes or min(sizes) < 0 or sum(sizes) != tokens:
+        refuse("gate", [f"groups={sizes}, but sizes must be at least 0 and add up to T={tokens}."])
+    return sizes
+
+
+def _check(
+    weight: Tensor,
+    x: Tensor,
+    router: TopK,
+    *,
+    noise: Tensor | None,
+    mask: Tensor | None,
+    token_ids: Tensor | None,
+    bias: Tensor | None,
+    spec: Any,
+) -> None:
+    problems = []
+    if weight.dim() != 2 or weight.shape[1] < 1:
+        problems.append(f"router_params.weight is {type_text(weight)}, but it must be [M,E] with E at least 1.")
+    elif x.dim() < 1 or x.shape[-1] != weight.shape[0]:
+        problems.append(
+            f"x is {type_text(x)} and router_params.weight is {type_text(weight)}: the last dim of x must be "
+            f"M={weight.shape[0]}, the first of the weight."
+        )
+    if not x.is_floating_point() or not weight.is_floating_point():
+        problems.append(
+            f"x is {dtype_text(x.dtype)} and router_params.weight {dtype_text(weight.dtype)}: both must be floating."
+        )
+    if not isinstance(router, TopK):
+        problems.append(f"router={router!r}, but it must be a router, such as fmoe.TopK(2).")
+    elif weight.dim() == 2 and router.k > weight.shape[1] >= 1:
+        problems.append(f"k={router.k} > num_experts={weight.shape[1]}: choose k from 1 to {weight.shape[1]}.")
+    if noise is not None and weight.dim() == 2 and noise.shape != (*x.shape[:-1], weight.shape[1]):
+        problems.append(
+            f"noise is {type_text(noise)}, but it must have x's leading shape and E: {[*x.shape[:-1], weight.shape[1]]}."
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+        problems.append(
+            f"mask is {type_text(mask)}, but it must be bool of x's leading shape {list(x.shape[:-1])}, True to keep."
+        )
+    for name, given in (("token_ids", token_ids), ("bias", bias)):
+        if given is not None:
+            problems.append(f"{name} was given, but {type(router).__name__} does not use it: leave it out.")
+    if spec is not None:
+        problems.append(f"spec={spec!r}: this version runs on one device, so spec must be None.")
+    refuse("gate", problems)

@@ -1,0 +1,57 @@
+"""The MoE layer: gate, dispatch, expert_apply, combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from ..values import Aux, MoEParams
+from .combine import combine
+from .config import MoEConfig
+from .dispatch import dispatch
+from .experts import expert_apply
+from .gate import gate
+
+
+def moe(
+    params: MoEParams, x: Tensor, config: MoEConfig, *, spec: Any = None, **gate_arguments: Any
+) -> tuple[Tensor, Aux]:
+    """One MoE layer: ``y[t] = sum_k w[t,k] * expert_{e[t,k]}(x[t])``.
+
+    Args:
+        params: from `init`.
+        x: ``[..., M]`` tokens, any leading shape.
+        config: sizes and choices.
+        spec: a sharding spec; None for one device.
+        **gate_arguments: keyword arguments of `gate`: capacity, groups, noise, mask.
+
+    Returns:
+        y, of x's shape and dtype, and the auxiliary losses and statistics.
+
+    Raises:
+        ValueError: if an argument does not fit; see the four functions.
+
+    Example:
+        >>> import fmoe, torch
+        >>> config = fmoe.MoEConfig(num_experts=4, model_dim=8, hidden_dim=16)
+        >>> params = fmoe.init(config, seed=0)
+        >>> y, aux = moe(params, torch.ones(2, 3, 8), config)
+        >>> y.shape, int(aux.counts.sum())
+        (torch.Size([2, 3, 8]), 12)
+        >>> grads = torch.func.grad(lambda p: moe(p, torch.ones(3, 8), config)[0].sum())(params)
+
+    References:
+        Shazeer et al., "Outrageously large neural networks" (arXiv 1701.06538).
+    """
+    gate_arguments.setdefault("capacity", config.capacity)
+    routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)
+    experts, h = params.experts, x
+    if config.dtype is not None:
+        h, experts = x.to(config.dtype), optree.tree_map(lambda p: p.to(config.dtype), experts)
+    tokens = dispatch(h, routing, layout=config.layout, spec=spec)
+    tokens = expert_apply(experts, tokens, activation=config.activation, fn=config.fn, spec=spec)
+    y = combine(tokens, routing, spec=spec)
+    assert routing.aux is not None
+    return y.to(x.dtype), routing.aux
