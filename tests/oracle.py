@@ -131,9 +131,7 @@ def losses(clean, noisy, chosen, counts, num_experts, k, noise_std, like) -> dic
     balance = num_experts * sum(counts[e] / (n * k) * mean[e] for e in range(num_experts))
     z = sum(torch.logsumexp(clean[t], 0) ** 2 for t in clean) / n
     width = noise_std / num_experts
-    chance = sum(
-        0.5 * (1 + torch.erf((clean[t] - noisy[t][chosen[t][-1]]) / width / math.sqrt(2))) for t in clean
-    )
+    chance = sum(0.5 * (1 + torch.erf((clean[t] - noisy[t][chosen[t][-1]]) / width / math.sqrt(2))) for t in clean)
     entropy = sum(-(p * torch.log(p)).sum() for p in probs) / n
 
     def variation(v: Tensor) -> Tensor:

@@ -48,7 +48,9 @@ def compare(config: fmoe.MoEConfig, x: torch.Tensor, seed: int, *, strides=False
     wide = {name: leaf.double().requires_grad_() for name, leaf in base.items()}
     mine = {name: leaf.clone().requires_grad_() for name, leaf in base.items()}
     if strides:  # the same numbers in other strides
-        mine = {n: leaf.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for n, leaf in base.items()}
+        mine = {
+            n: leaf.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for n, leaf in base.items()
+        }
     xw, xm = x.double().requires_grad_(), x.detach().requires_grad_()
     generator = torch.Generator().manual_seed(seed + 1)
     cotangent = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -106,7 +108,9 @@ def cases(draw):
     kind = draw(st.sampled_from(["none", "factor", "as_needed"]))
     capacity = None
     if kind == "factor":
-        capacity = fmoe.Capacity(draw(st.sampled_from([0, 0.3, 0.5, 1.0, 1.1, 2.0, 8.0])), minimum=draw(st.integers(0, 2)))
+        capacity = fmoe.Capacity(
+            draw(st.sampled_from([0, 0.3, 0.5, 1.0, 1.1, 2.0, 8.0])), minimum=draw(st.integers(0, 2))
+        )
     elif kind == "as_needed":
         capacity = fmoe.Capacity("as_needed")
     config = fmoe.MoEConfig(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,31 +47,43 @@ def _assign_slots_reference(
     Within a group the queue of an expert holds all first choices before any second choice, each in
     token order. An expert keeps the first `capacity` of each group, numbered on from group to group.
     """
-    batch, tokens, k = experts.shape
+    batch, _, k = experts.shape
     size, count = num_experts + 1, len(groups)  # one more expert takes the choices of no expert
     device = experts.device
     by_choice = experts.transpose(1, 2)  # [B,K,T]: first choices first
-    pieces = [part.reshape(batch, -1) for part in by_choice.split(groups, dim=2)]
-    flat = torch.cat(pieces, dim=1) if count > 1 else pieces[0]  # [B,N] in queue order
-    first_key = torch.arange(batch * count, device=device).mul(size).view(batch, count)
-    first_key = first_key.repeat_interleave(torch.tensor([k * g for g in groups], device=device), dim=1)
-    key = (torch.where(flat >= 0, flat, num_experts) + first_key).flatten()
-    small = torch.int16 if batch * count * size < 2**15 else torch.int32  # a short sort key halves the time
-    order = key.to(small).argsort(stable=True)
+    flat = torch.cat([part.reshape(batch, -1) for part in by_choice.split(groups, dim=2)], dim=1)  # queue order
+    base = torch.arange(batch * count, device=device).mul(size).view(batch, count)
+    base = base.repeat_interleave(torch.tensor([k * g for g in groups], device=device), dim=1)
+    key = (torch.where(flat >= 0, flat, num_experts) + base).flatten()
+    order = key.argsort(stable=True)
     sizes = torch.bincount(key, minlength=batch * count * size)
-    starts = sizes.cumsum(0) - sizes
     rank = torch.empty_like(key)
-    rank[order] = torch.arange(key.numel(), device=device) - starts[key[order]]
-
+    rank[order] = torch.arange(key.numel(), device=device) - (sizes.cumsum(0) - sizes)[key[order]]
     sizes = sizes.view(batch, count, size)
-    limit = capacity.view(batch, count, 1)
+    limit = capacity.unsqueeze(2).expand(-1, -1, size)
     kept = torch.minimum(sizes, limit)
-    before = (kept.cumsum(1) - kept).flatten()  # kept by earlier groups
-    taken = (rank.view(batch, -1) < limit.expand(-1, -1, size).flatten()[key].view(batch, -1)) & (flat >= 0)
-    slots = torch.where(taken, rank.view(batch, -1) + before[key].view(batch, -1), -1)
+    before = kept.cumsum(1) - kept  # kept by earlier groups
+    taken = (rank < limit.flatten()[key]) & (flat.flatten() >= 0)
+    slots = torch.where(taken, rank + before.flatten()[key], -1).view(batch, -1)
     pieces = [part.view(batch, k, -1) for part in slots.split([k * g for g in groups], dim=1)]
-    by_choice = torch.cat(pieces, dim=2) if count > 1 else pieces[0]
-    return by_choice.transpose(1, 2).contiguous(), sizes[:, :, :num_experts].sum(1)
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), sizes[:, :, :num_experts].sum(1)
+
+
+def _assign_slots_cpu(experts: Tensor, capacity: Tensor, groups: list[int], num_experts: int) -> tuple[Tensor, Tensor]:
+    """One group, nothing masked: numpy's radix sort, and a tenth of the calls."""
+    batch, tokens, k = experts.shape
+    ids = experts.numpy()
+    if batch != 1 or len(groups) != 1 or num_experts >= 2**15 or (ids.size and ids.min() < 0):
+        return _assign_slots_reference(experts, capacity, groups, num_experts)
+    key = ids[0].T.ravel()
+    order = np.argsort(key.astype(np.int16), kind="stable")
+    sizes = np.bincount(key, minlength=num_experts)
+    rank = np.empty_like(key)
+    rank[order] = np.arange(key.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    if sizes.max(initial=0) > (limit := int(capacity)):
+        rank[rank >= limit] = -1
+    slots = np.ascontiguousarray(rank.reshape(k, tokens).T)
+    return torch.from_numpy(slots).unsqueeze(0), torch.from_numpy(sizes).unsqueeze(0)
 
 
 def _assign_slots_rule(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
@@ -80,28 +93,52 @@ def _assign_slots_rule(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[t
 
 
 def _row_index_reference(experts: Tensor, slots: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, k = experts.shape
     flat, slot = experts.flatten(), slots.flatten()
     kept = slot >= 0
-    everything = bool(kept.all())
-    if flat.numel() and (int(flat.max()) >= num_experts or int(flat.min()) < (0 if everything else -1)):
-        refuse("dispatch", [f"routing.experts has ids from {int(flat.min())} to {int(flat.max())}: "
-                            f"an id is at least 0 and below num_experts={num_experts}, or -1 with slot -1 for none."])  # fmt: skip
-    key = flat if everything else torch.where(kept, flat, num_experts)
-    sizes = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
+    (choice,) = kept.nonzero(as_tuple=True)
+    ids, slot = flat[choice], slot[choice]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_experts:
+        _refuse_ids(int(ids.min()), int(ids.max()), num_experts)
+    sizes = torch.bincount(ids, minlength=num_experts)
     last = sizes.cumsum(0)
     first = last - sizes
-    row = first[flat] + slot if everything else torch.where(kept, first[flat.clamp(min=0)] + slot, -1)
+    row = first[ids] + slot
     order = torch.full_like(flat, -1)
-    choice = torch.arange(flat.numel(), device=flat.device)
-    fits = slot < sizes[flat.clamp(min=0)]
-    if not bool(fits.all()):
+    if bool((slot < sizes[ids]).all()):
+        order[row] = choice
+    if int((order >= 0).sum()) != choice.numel():
         _refuse_slots()
-    order[row if everything else row[kept]] = choice if everything else choice[kept]
-    if int((order >= 0).sum()) != int(sizes.sum()):
-        _refuse_slots()
+    index = torch.full_like(flat, -1)
+    index[choice] = row
     groups = torch.stack([first, last, torch.arange(num_experts, device=flat.device)], dim=1)
-    return row.view(tokens, k), order, groups
+    return index.view(experts.shape), order, groups
+
+
+def _row_index_cpu(experts: Tensor, slots: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Nothing dropped: numpy on whole arrays, a third of the calls."""
+    ids, slot = experts.numpy().ravel(), slots.numpy().ravel()
+    if not ids.size or slot.min() < 0 or ids.min() < 0 or ids.max() >= num_experts:
+        return _row_index_reference(experts, slots, num_experts)
+    sizes = np.bincount(ids, minlength=num_experts)
+    last = np.cumsum(sizes)
+    index = (last - sizes)[ids] + slot
+    order = np.full_like(ids, -1)
+    if (slot < sizes[ids]).all():
+        order[index] = np.arange(ids.size)
+    if order.min() < 0:
+        _refuse_slots()
+    groups = np.stack([last - sizes, last, np.arange(num_experts)], axis=1)
+    return torch.from_numpy(index).view(experts.shape), torch.from_numpy(order), torch.from_numpy(groups)
+
+
+def _refuse_ids(low: int, high: int, num_experts: int) -> None:
+    refuse(
+        "dispatch",
+        [
+            f"routing.experts has ids from {low} to {high} with slots, but an id is at least 0 and below "
+            f"num_experts={num_experts}; a choice of no expert has slot -1."
+        ],
+    )
 
 
 def _refuse_slots() -> None:
@@ -126,6 +163,7 @@ top_k = define(
 assign_slots = define(
     "assign_slots(Tensor experts, Tensor capacity, SymInt[] groups, SymInt num_experts) -> (Tensor, Tensor)",
     reference=_assign_slots_reference,
+    cpu=_assign_slots_cpu,
     fake=lambda experts, capacity, groups, num_experts: (
         experts.new_empty(experts.shape),
         experts.new_empty(experts.shape[0], num_experts),
@@ -137,6 +175,7 @@ assign_slots = define(
 row_index = define(
     "row_index(Tensor experts, Tensor slots, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
     reference=_row_index_reference,
+    cpu=_row_index_cpu,
     fake=lambda experts, slots, num_experts: (
         experts.new_empty(experts.shape),
         experts.new_empty(experts.numel()),
