@@ -18,7 +18,7 @@ from torch.utils import _pytree as torch_pytree
 from ._typing import type_text
 
 T = TypeVar("T")
-_GLOBAL = getattr(optree.registry, "__GLOBAL_NAMESPACE")  # noqa: B009 - not mangled, a module name
+_GLOBAL = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
 
 def static(**kwargs: Any) -> Any:

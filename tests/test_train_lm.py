@@ -20,14 +20,14 @@ import fmoe
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-import lm_model
-import train_lm
+import lm_model  # noqa: E402
+import train_lm  # noqa: E402
 
-SIZES = "--dim 8 --layers 2 --heads 2 --experts 4 --hidden 8 --batch 4 --length 8 --max-bytes 9000".split()
-PACE = "--steps 12 --eval-every 4 --eval-batches 2 --checkpoint-every 5 --warmup 2 --lr 0.02 --sample-bytes 5".split()
+SIZES = "--dim 8 --layers 2 --heads 2 --experts 4 --hidden 8 --batch 4 --length 8 --max-bytes 9000"
+PACE = "--steps 12 --eval-every 4 --eval-batches 2 --checkpoint-every 5 --warmup 2 --lr 0.02 --sample-bytes 5"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # for tensors this small a second thread only waits
@@ -43,13 +43,13 @@ def text(tmp_path_factory) -> Path:
 
 
 def run(text: Path, out: Path, *extra: str) -> int:
-    return train_lm.main([*SIZES, *PACE, "--data", str(text), "--out", str(out), *extra])
+    return train_lm.main([*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(out), *extra])
 
 
 def curves(out: Path, name: str = "moe") -> dict:
     """All that must not depend on where a run was stopped: everything but the times."""
     found = json.loads((out / "metrics.json").read_text())["runs"][name]
-    final = {key: found["final"][key] for key in ("bits_per_byte", "without_experts")}
+    final = {f"final_{key}": found["final"][key] for key in ("bits_per_byte", "without_experts")}
     return {key: value for key, value in found.items() if key not in ("seconds", "final")} | final
 
 
@@ -67,7 +67,16 @@ def whole(text, tmp_path_factory) -> Path:
 
 def test_as_a_program(text, tmp_path):
     out = tmp_path / "runs" / "tiny"
-    command = [sys.executable, "examples/train_lm.py", *SIZES, *PACE, "--data", str(text), "--out", str(out)]
+    command = [
+        sys.executable,
+        "examples/train_lm.py",
+        *SIZES.split(),
+        *PACE.split(),
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -220,7 +229,7 @@ def refused(argv: list[str], capsys, code: int = 2) -> str:
 )
 def test_refuses_in_one_line_and_touches_nothing(text, whole, capsys, extra, words):
     before = snapshot(whole)
-    argv = [*SIZES, *PACE, "--data", str(text), "--out", str(whole), *extra.split()]
+    argv = [*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(whole), *extra.split()]
     assert words in refused(argv, capsys)
     assert snapshot(whole) == before
 
@@ -232,7 +241,7 @@ def test_refuses_text_that_is_none(tmp_path, capsys):
     (tmp_path / "short.txt").write_bytes(b"a few words")
     out = tmp_path / "out"
     for name, words in (("empty", "holds no text"), ("empty.txt", "holds no text"), ("short.txt", "too few")):
-        assert words in refused([*SIZES, "--data", str(tmp_path / name), "--out", str(out)], capsys)
+        assert words in refused([*SIZES.split(), "--data", str(tmp_path / name), "--out", str(out)], capsys)
     assert not out.exists()
 
 
@@ -280,14 +289,14 @@ def test_refuses_bad_checkpoints(whole, tmp_path, capsys, kind, words):
 def test_refuses_folders_it_cannot_use(text, tmp_path, capsys):
     assert "leave --resume out to begin" in refused(["--out", str(tmp_path / "none"), "--resume"], capsys)
     (tmp_path / "file").write_text("mine")
-    argv = [*SIZES, *PACE, "--data", str(text), "--out"]
+    argv = [*SIZES.split(), *PACE.split(), "--data", str(text), "--out"]
     assert "File exists" in refused([*argv, str(tmp_path / "file")], capsys)
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, capsys):
     assert "choose a smaller --lr" in refused(
-        [*SIZES, *PACE, "--data", str(text), "--out", str(tmp_path), "--lr", "1e30"], capsys, code=1
+        [*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(tmp_path), "--lr", "1e30"], capsys, code=1
     )
 
 

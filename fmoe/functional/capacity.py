@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -22,7 +22,8 @@ class Capacity:
 
         C_g = min(T_g, max(minimum, ceil(factor * K * T_g / E)))
 
-    in exact arithmetic: a float is read as the decimal number it prints as, so 1.1 is 11/10. With
+    in exact arithmetic: a float is read as the decimal number it prints as, so 1.1 is 11/10 (to six
+    decimals). With
     ``factor="as_needed"``, C_g is the load of the fullest expert, so nothing is dropped, unless
     `maximum` caps it. Drops depend on the tokens of the group alone, never on how the layer is run.
 
@@ -47,6 +48,7 @@ class Capacity:
     factor: float | Fraction | str = 1.0
     minimum: int = 0
     maximum: int | None = None
+    ratio: tuple[int, int] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         problems = []
@@ -67,33 +69,30 @@ class Capacity:
             if self.maximum is not None:
                 problems.append(f'maximum={self.maximum!r} goes with factor="as_needed" only: leave it out.')
         refuse("Capacity", problems)
+        if not self.as_needed and not math.isinf(self.factor):  # type: ignore[arg-type]
+            # whole numbers, which torch.compile can follow; small enough for int64 arithmetic on counts
+            exact = Fraction(repr(self.factor)) if isinstance(self.factor, float) else Fraction(self.factor)
+            exact = exact.limit_denominator(10**6)
+            object.__setattr__(self, "ratio", (exact.numerator, exact.denominator))
 
     @property
     def as_needed(self) -> bool:
         """Whether the capacity follows the load."""
         return self.factor == _AS_NEEDED
 
-    def _per_token(self, k: int, num_experts: int) -> Fraction:
-        """``factor * K / E``; numerator and denominator stay small enough for int64 arithmetic."""
-        factor = self.factor if isinstance(self.factor, Fraction) else Fraction(repr(self.factor))
-        return factor.limit_denominator(10**6) * k / num_experts
-
     def of(self, *, tokens: int, k: int, num_experts: int) -> int:
         """C_g for a group of `tokens` tokens; an upper bound of it if as needed."""
-        if self.as_needed:
+        if self.ratio is None:
             return tokens if self.maximum is None else min(tokens, self.maximum)
-        if math.isinf(self.factor):  # type: ignore[arg-type]
-            return tokens
-        return min(tokens, max(self.minimum, math.ceil(self._per_token(k, num_experts) * tokens)))
+        numerator, denominator = self.ratio
+        return min(tokens, max(self.minimum, -(-numerator * k * tokens // (denominator * num_experts))))
 
     def of_counts(self, tokens: Tensor, *, k: int, num_experts: int) -> Tensor:
         """`of` for a tensor of token counts."""
-        if self.as_needed:
+        if self.ratio is None:
             return tokens if self.maximum is None else tokens.clamp(max=self.maximum)
-        if math.isinf(self.factor):  # type: ignore[arg-type]
-            return tokens
-        ratio = self._per_token(k, num_experts)
-        wanted = (tokens * ratio.numerator + ratio.denominator - 1).div(ratio.denominator, rounding_mode="floor")
+        numerator, denominator = self.ratio[0] * k, self.ratio[1] * num_experts
+        wanted = (tokens * numerator + denominator - 1).div(denominator, rounding_mode="floor")
         return torch.minimum(tokens, wanted.clamp(min=self.minimum))
 
 

@@ -232,7 +232,7 @@ def _check(
         problems.append(f"k={router.k} > num_experts={weight.shape[1]}: choose k from 1 to {weight.shape[1]}.")
     if noise is not None and weight.dim() == 2 and noise.shape != (*x.shape[:-1], weight.shape[1]):
         problems.append(
-            f"noise is {type_text(noise)}, but it must have x's leading shape and E: {[*x.shape[:-1], weight.shape[1]]}."
+            f"noise is {type_text(noise)}, but it must be x's leading shape and E: {[*x.shape[:-1], weight.shape[1]]}."
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
         problems.append(

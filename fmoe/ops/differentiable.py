@@ -132,6 +132,7 @@ class FuncOp:
         _library.impl(self.name, _vmap_kernel(self.op, vmap), "FuncTorchBatched", with_keyset=True)
 
     def __call__(self, *args: Any) -> Any:
+        """Runs the op; arguments by position, as in the schema."""
         return self.op(*args)
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ def _backward_composition(
 
 
 def _activation_and_transpose(act: Any, z: Tensor) -> tuple[Tensor, Any]:
-    """h = act(z), and the map from a gradient of h to one of z, in torch ops of any order."""
+    """The activation of z, and the map from a gradient of h to one of z, in torch ops of any order."""
     if not act.gated:
         h = act.function(z)
         return h, lambda grad: _slope(act, z, grad)
@@ -132,7 +132,7 @@ def _ffn_backward_rule(saved: Saved, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _second_backward_rule(saved: Saved, *grads: Tensor | None) -> tuple[Any, ...]:
-    """vjp of the transpose, by torch.func over its composition."""
+    """The transpose of the transpose, by torch.func over its composition."""
     args = saved.args
     places = [i for i in range(7) if args[i] is not None]  # grad, x, w and the parameters
 
