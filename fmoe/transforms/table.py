@@ -143,7 +143,10 @@ def run_cell(row: str, subject: Subject, backend: str = "aot_eager") -> Cell:
 
     transform = ROWS[row]
     uncompiled = ROWS["eager"] if row == "export" else transform
-    eager = _tensors(uncompiled(subject.reference, subject, _no_compiler))
+    try:
+        eager = _tensors(uncompiled(subject.reference, subject, _no_compiler))
+    except Exception as error:
+        return Cell("torch", f"plain torch: {type(error).__name__}")
     try:
         problem = _difference(_tensors(transform(subject.function, subject, compiler)), eager)
     except Exception as error:

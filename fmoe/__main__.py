@@ -1,0 +1,86 @@
+"""The command line: ``python -m fmoe transforms``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import __version__
+from .ops.differentiable import TORCH_CHECKED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0, or 1 if a cell of the table fails."""
+    parser = argparse.ArgumentParser(prog="python -m fmoe", description="Mixture-of-Experts as pure functions.")
+    parser.add_argument("--version", action="version", version=f"fmoe {__version__}, torch {torch.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    table = commands.add_parser(
+        "transforms",
+        help="run every operation and the layer under every transform, here and now, and print the table",
+        description="Runs every operation and the whole layer under every transform in float64 and compares with "
+        "plain torch. The compile rows take minutes with inductor.",
+    )
+    table.add_argument("--backend", default="inductor", help="of torch.compile: inductor (default) or aot_eager")
+    table.add_argument("--rows", nargs="+", metavar="NAME", help="only these transforms, such as grad 'jvp(jvp)'")
+    table.add_argument("--subjects", nargs="+", metavar="NAME", help="only these, such as gmm 'moe ragged'")
+    arguments = parser.parse_args(argv)
+    return _transforms(table, arguments.backend, arguments.rows, arguments.subjects)
+
+
+def _transforms(
+    parser: argparse.ArgumentParser, backend: str, rows: Sequence[str] | None, names: Sequence[str] | None
+) -> int:
+    from .transforms.subjects import subjects
+    from .transforms.table import ROWS, run_cell
+
+    every = subjects()
+    for what, chosen, known in (("row", rows, ROWS), ("subject", names, every), ("backend", [backend], _backends())):
+        for name in chosen or ():
+            if name not in known:
+                parser.error(f"no {what} {name!r}: choose from {', '.join(known)}")
+    rows, names = rows or list(ROWS), names or list(every)
+    table = Table(title=f"fmoe {__version__}, torch {torch.__version__} (checked on {' to '.join(TORCH_CHECKED)})")
+    table.add_column("transform")
+    for name in names:
+        table.add_column(name.replace(" ", "\n"), justify="center")
+    counts = {"pass": 0, "torch": 0, "fail": 0}
+    problems = []
+    console = Console()
+    with Progress(console=Console(stderr=True), transient=True) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        task = progress.add_task("running", total=len(rows) * len(names))
+        for row in rows:
+            marks = []
+            for name in names:
+                progress.update(task, advance=1, description=f"{row} of {name}")
+                cell = run_cell(row, every[name], backend)
+                counts[cell.outcome] += 1
+                marks.append(
+                    {"pass": "[green]ok[/]", "torch": "[yellow]torch[/]", "fail": "[red]FAIL[/]"}[cell.outcome]
+                )
+                if cell.detail:
+                    problems.append(f"{row} of {name}: {cell.detail}")
+            table.add_row(row, *marks)
+    console.print(table)
+    console.print(
+        f"{counts['pass']} ok, {counts['torch']} where plain torch fails too (torch), {counts['fail']} failed; "
+        f"compile backend {backend}."
+    )
+    for problem in problems:
+        console.print(problem, markup=False)
+    return 1 if counts["fail"] else 0
+
+
+def _backends() -> Sequence[str]:
+    return ("inductor", "aot_eager")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
