@@ -65,13 +65,13 @@ def value(cls: type[T]) -> type[T]:
         serialized_type_name=f"fmoe.{cls.__name__}",
     )
     optree.register_pytree_node(
-        cls,
-        flatten_for_optree,  # type: ignore[arg-type]
+        cls,  # type: ignore[arg-type]
+        flatten_for_optree,
         lambda spec, leaves: unflatten(leaves, spec),
         path_entry_type=optree.GetAttrEntry,
         namespace=_GLOBAL,
     )
-    cls.__repr__ = _repr  # type: ignore[method-assign,assignment]
+    cls.__repr__ = _repr  # type: ignore[method-assign]
     return cls
 
 

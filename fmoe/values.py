@@ -14,6 +14,11 @@ from torch import Tensor
 from ._value import static, value
 
 
+def cast_leaves(tree: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same tree after ``tensor.to(*args, **kwargs)`` on every leaf."""
+    return optree.tree_map(lambda leaf: leaf.to(*args, **kwargs), tree)
+
+
 @value
 class RouterParams:
     """Parameters of a router: ``weight [M,E]``, so that ``logits = x @ weight``."""
@@ -62,7 +67,7 @@ class MoEParams:
 
     def to(self, *args: Any, **kwargs: Any) -> MoEParams:
         """The same parameters after ``tensor.to(*args, **kwargs)`` on every leaf."""
-        return optree.tree_map(lambda leaf: leaf.to(*args, **kwargs), self)  # type: ignore[return-value]
+        return cast_leaves(self, *args, **kwargs)
 
 
 @value

@@ -125,7 +125,7 @@ def losses(clean, noisy, chosen, counts, num_experts, k, noise_std, like) -> dic
     n = len(clean)
     if n == 0:
         zero = like.new_zeros(())
-        return {name: zero for name in ("balance", "z", "importance", "load", "entropy")}
+        return dict.fromkeys(("balance", "z", "importance", "load", "entropy"), zero)
     probs = [torch.softmax(noisy[t], 0) for t in noisy]
     mean = sum(probs) / n
     balance = num_experts * sum(counts[e] / (n * k) * mean[e] for e in range(num_experts))

@@ -167,12 +167,15 @@ CASES = {
         "  b_out is f32[4,5], but for E=4, M=6 and activation 'swiglu' it must be [4, 6] ([E,M]).",
     ),
     "expert dtype": (
-        lambda: F.expert_apply(fmoe.ExpertParams(torch.zeros(4, 6, 5).double(), torch.zeros(4, 5, 6)), TOKENS, activation="relu"),
+        lambda: F.expert_apply(
+            fmoe.ExpertParams(torch.zeros(4, 6, 5).double(), torch.zeros(4, 5, 6)), TOKENS, activation="relu"
+        ),
         "expert_apply: w_in is f64, but the tokens are f32: cast one of them, for example with params.to(x.dtype).",
     ),
     "activation": (
         lambda: F.expert_apply(experts(w_in=(4, 6, 5), w_out=(4, 5, 6)), TOKENS, activation="tanh"),
-        "expert_apply: activation='tanh': choose one of 'relu', 'gelu', 'silu', 'swiglu', 'geglu', or give your own fn.",
+        "expert_apply: activation='tanh': choose one of 'relu', 'gelu', 'silu', 'swiglu', 'geglu', or give your own "
+        "fn.",
     ),
     "not expert parameters": (
         lambda: F.expert_apply((torch.zeros(4),), TOKENS),
@@ -185,7 +188,7 @@ CASES = {
     ),
     "function output": (
         lambda: F.expert_apply(torch.zeros(4), TOKENS, fn=lambda p, rows: rows[:1]),
-        "expert_apply: fn made f32[2,6] of rows f32[10,6]: it must return one row for each row.",
+        "expert_apply: fn made f32[1,6] of rows f32[5,6]: it must return one row for each row.",
     ),
     "other routing": (
         lambda: F.combine(TOKENS, F.gate(ROUTER, X, fmoe.TopK(3))),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fmoe
-from fmoe import functional as F
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
 LOSSES = ("balance", "z", "importance", "load", "entropy")

@@ -13,7 +13,7 @@ from .._errors import refuse
 from .._typing import ExpertFn, dtype_text, type_text
 from ..ops.activations import ACTIVATIONS
 from ..ops.differentiable import host_numbers
-from ..values import ExpertParams
+from ..values import ExpertParams, cast_leaves
 from .tokens import Tokens, apply_experts
 
 
@@ -63,7 +63,7 @@ def expert_apply(
     device = tokens.index.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if dtype is not None and isinstance(expert_params, ExpertParams):
-        expert_params = optree.tree_map(lambda p: p.to(dtype), expert_params)
+        expert_params = cast_leaves(expert_params, dtype)
     _check(expert_params, tokens, activation, dtype or tokens.held.dtype)
     held = tokens.held if dtype is None else tokens.held.to(dtype)
     if tokens.x is None or tokens.experts is not None:  # rows that exist already go through at once
@@ -97,8 +97,11 @@ def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
     rows = tokens.ragged_rows()
     parts = rows.split([*sizes, rows.shape[0] - sum(sizes)])
     each = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)  # unbind: indexing would copy every gradient E times
-    out = torch.cat([fn(treespec.unflatten(one), part) for one, part in zip(each, parts[:-1], strict=True)])
-    _check_output(out, rows[: sum(sizes)])
+    made = []
+    for one, part in zip(each, parts, strict=False):  # the last part belongs to no expert
+        made.append(fn(treespec.unflatten(one), part))
+        _check_output(made[-1], part)
+    out = torch.cat(made)
     rest = out.new_zeros(rows.shape[0] - out.shape[0], out.shape[1])
     return tokens.with_rows(torch.cat([out, rest]))
 

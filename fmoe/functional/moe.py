@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 from torch import Tensor
 
-from ..values import Aux, MoEParams
+from ..values import Aux, MoEParams, cast_leaves
 from .combine import combine
 from .config import MoEConfig
 from .dispatch import dispatch
@@ -49,7 +48,7 @@ def moe(
     routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)
     experts, h = params.experts, x
     if config.dtype is not None:
-        h, experts = x.to(config.dtype), optree.tree_map(lambda p: p.to(config.dtype), experts)
+        h, experts = x.to(config.dtype), cast_leaves(experts, config.dtype)
     tokens = dispatch(h, routing, layout=config.layout, spec=spec)
     tokens = expert_apply(experts, tokens, activation=config.activation, fn=config.fn, spec=spec)
     y = combine(tokens, routing, spec=spec)

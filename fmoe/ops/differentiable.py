@@ -198,7 +198,11 @@ def _autograd_kernel(
             primals = [_primal(tensor) for tensor in ctx.saved_tensors]
             return jvp(saved(ctx, primals, ()), *tangents)  # type: ignore[misc]
 
-    rules = {"forward": forward, "setup_context": setup_context, "backward": run_backward}
+    rules: dict[str, Callable[..., Any]] = {
+        "forward": forward,
+        "setup_context": setup_context,
+        "backward": run_backward,
+    }
     if jvp:
         rules["jvp"] = run_jvp
     function = type(op.name(), (torch.autograd.Function,), {name: staticmethod(rule) for name, rule in rules.items()})

@@ -142,7 +142,7 @@ def _second_backward_rule(saved: Saved, *grads: Tensor | None) -> tuple[Any, ...
             full[i] = item
         return _backward_composition(*full)
 
-    outputs, pull = torch.func.vjp(transpose, *(args[i] for i in places))
+    outputs, pull = torch.func.vjp(transpose, *(args[i] for i in places))  # type: ignore[misc]
     cotangents = [torch.zeros_like(out) if g is None else g for out, g in zip(outputs, grads, strict=True)]
     result: list[Any] = [None] * len(args)
     for i, g in zip(places, pull(tuple(cotangents)), strict=True):

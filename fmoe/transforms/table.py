@@ -53,7 +53,7 @@ class _Module(torch.nn.Module):
 
 def _ensemble(fn: Function, s: Subject) -> Any:
     copies = [_Module(fn, [p[i] for p in s.batched[1:]]) for i in range(BATCH)]
-    parameters, buffers = stack_module_state(copies)  # type: ignore[arg-type]
+    parameters, buffers = stack_module_state(copies)
 
     def one(p: Any, b: Any, x: Tensor) -> Any:
         return functional_call(copies[0], (p, b), (x,))
@@ -69,7 +69,7 @@ def _nested(fn: Function, s: Subject) -> Any:
 
 def _checkpointed(fn: Function, s: Subject) -> Any:
     leaves = [a.clone().requires_grad_() for a in s.args]
-    checkpoint(_scalar(fn), *leaves, use_reentrant=False).backward()  # type: ignore[union-attr]
+    checkpoint(_scalar(fn), *leaves, use_reentrant=False).backward()
     return [leaf.grad for leaf in leaves]
 
 
