@@ -121,7 +121,7 @@ class TestRouterNumerics:
 
         assert fmoe.TopK(1).normalize is False
         assert slope(fmoe.TopK(1)) > 1e-3
-        assert slope(fmoe.TopK(1, normalize=True)) == 0
+        assert slope(fmoe.TopK(1, normalize=True)) < 1e-15
 
     def test_tiny_scores_are_not_lost_in_half_precision(self):
         """DeepSpeed#5156: fp16 scores of 2e-8 and 1e-8 normalize to NaN."""

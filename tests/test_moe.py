@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import oracle
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fmoe
+from fmoe.ops.kernels import cpu_tiles
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
 LOSSES = ("balance", "z", "importance", "load", "entropy")
@@ -122,13 +125,14 @@ def cases(draw):
         capacity=capacity,
         layout=draw(st.sampled_from([None, "ragged", "padded"])),
     )
-    return config, sizes, draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 10**6))
+    flags = [draw(st.booleans()) for _ in range(4)]
+    return config, sizes, *flags, draw(st.integers(0, 10**6))
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(cases())
 def test_matches_oracle(case):
-    config, sizes, masked, noisy, strides, seed = case
+    config, sizes, masked, noisy, strides, tiled, seed = case
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(sizes)
     x = torch.randn(tokens, config.model_dim, generator=generator, dtype=torch.float64)
@@ -139,15 +143,23 @@ def test_matches_oracle(case):
         arguments["mask"] = torch.rand(tokens, generator=generator) < 0.7
     if noisy:
         arguments["noise"] = torch.randn(tokens, config.num_experts, generator=generator, dtype=torch.float64)
-    compare(config, x, seed, strides=strides, **arguments)
+    with kernels(tiled):
+        compare(config, x, seed, strides=strides, **arguments)
+
+
+def kernels(tiled: bool):
+    """The CPU kernels at sizes that reach all of their paths: one batch of small groups, or tiles of 3 rows."""
+    return mock.patch.multiple(cpu_tiles, TILE=3, FEW_ROWS=0 if tiled else 16, FEW_ROWS_BF16=0 if tiled else 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("capacity", [None, 0.7])
-def test_narrow_dtypes(dtype, activation, capacity):
+@pytest.mark.parametrize("tiled", [False, True])
+def test_narrow_dtypes(dtype, activation, capacity, tiled):
     config = fmoe.MoEConfig(
         num_experts=4, model_dim=16, hidden_dim=12, activation=activation, bias=True, capacity=capacity
     )
     x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
-    compare(config, x, seed=3)
+    with kernels(tiled):
+        compare(config, x, seed=3)

@@ -1,0 +1,203 @@
+"""How the CPU kernels cut the rows of experts into pieces of work, and sum gradients over them.
+
+The sizes here are the only tuned numbers of the CPU kernels; each says what it was chosen by.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._typing import accumulation_dtype
+
+#: Rows per tile. Larger tiles feed the matmul better, smaller ones stay in cache.
+TILE = 1024
+#: Groups of at most this many rows go into one batched matmul, padded to the largest: reading the
+#: weights then takes all the time, and a batched matmul reads them a third faster than a loop.
+FEW_ROWS = 16
+#: In bf16 a matmul of a few hundred rows is bound by its set-up: batched it takes half the time of a
+#: loop, as long as padding adds no more than `PADDING` times the rows.
+FEW_ROWS_BF16, PADDING = 256, 1.5
+
+
+class Tile:
+    """Consecutive rows ``first <= r < last``, whose matmuls are done segment by segment.
+
+    A segment is (from, to, matrix, written matrix), with rows counted from `first`.
+    """
+
+    def __init__(self, first: int, last: int, segments: list[tuple[int, int, int, int]]):
+        self.first, self.last, self.segments = first, last, segments
+        self.size = last - first
+
+    def gather(self, source: Tensor, token: Tensor, out: Tensor) -> Tensor:
+        """The tokens' rows of `source`."""
+        return torch.index_select(source, 0, token[self.first : self.last], out=out)
+
+    def take(self, rows: Tensor, out: Tensor) -> Tensor:
+        """This tile's part of ``[N,...]`` rows, in the tile's own arrangement."""
+        return rows[self.first : self.last].to(out.dtype)
+
+    def put(self, part: Tensor, rows: Tensor) -> None:
+        """The reverse of `take`."""
+        rows[self.first : self.last] = part
+
+    def add_to_tokens(self, part: Tensor, token: Tensor, y: Tensor) -> None:
+        """Adds each row to its token's row of y."""
+        y.index_add_(0, token[self.first : self.last], part)
+
+    def matmul(self, left: Tensor, w: Tensor, out: Tensor) -> None:
+        """``out[r] = left[r] @ w[e]``."""
+        for a, b, e, _ in self.segments:
+            torch.mm(left[a:b], w[e].to(left.dtype), out=out[a:b])
+
+    def add_bias(self, rows: Tensor, bias: Tensor | None) -> None:
+        """``rows[r] += bias[e]``."""
+        if bias is not None:
+            for a, b, e, _ in self.segments:
+                rows[a:b] += bias[e]
+
+    def add_products(self, left: Tensor, right: Tensor, sums: Sums) -> None:
+        """Adds ``left^T @ right`` of each segment to its matrix."""
+        for a, b, _, to in self.segments:
+            sums.add(to, left[a:b].t(), right[a:b])
+
+    def add_rows(self, rows: Tensor, sums: Sums) -> None:
+        """Adds the sum of each segment's rows to its vector."""
+        for a, b, _, to in self.segments:
+            sums.add(to, rows[a:b].sum(0, dtype=sums.total))
+
+    def dot_bias(self, rows: Tensor, bias: Tensor) -> Tensor:
+        """``<rows[r], bias[e]>``."""
+        return torch.cat([torch.mv(rows[a:b], bias[e].to(rows.dtype)) for a, b, e, _ in self.segments])
+
+
+class Batch(Tile):
+    """All groups at once, each padded to the largest, one group for each matrix in their order.
+
+    Padding rows are 0 after `gather` and `take`, so they add nothing to any product.
+    """
+
+    def __init__(self, sizes: list[int], first: int):
+        super().__init__(first, first + sum(sizes), [])
+        self.groups, self.width = len(sizes), max(sizes)
+        self.size = self.groups * self.width
+        start = torch.arange(self.groups).mul(self.width)
+        counts = torch.tensor(sizes)
+        before = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        self.place = start.repeat_interleave(counts) + torch.arange(sum(sizes)) - before  # of each real row
+
+    def gather(self, source: Tensor, token: Tensor, out: Tensor) -> Tensor:
+        out.zero_()
+        return out.index_copy_(0, self.place, source.index_select(0, token[self.first : self.last]))
+
+    def take(self, rows: Tensor, out: Tensor) -> Tensor:
+        part = rows[self.first : self.last].to(out.dtype)
+        return torch.zeros(self.size, *part.shape[1:], dtype=out.dtype).index_copy_(0, self.place, part)
+
+    def put(self, part: Tensor, rows: Tensor) -> None:
+        rows[self.first : self.last] = part.index_select(0, self.place)
+
+    def add_to_tokens(self, part: Tensor, token: Tensor, y: Tensor) -> None:
+        super().add_to_tokens(part.index_select(0, self.place), token, y)
+
+    def _stacked(self, rows: Tensor) -> Tensor:
+        return rows.view(self.groups, self.width, rows.shape[1])
+
+    def matmul(self, left: Tensor, w: Tensor, out: Tensor) -> None:
+        torch.bmm(self._stacked(left), w.to(left.dtype), out=self._stacked(out))
+
+    def add_bias(self, rows: Tensor, bias: Tensor | None) -> None:
+        if bias is not None:
+            self._stacked(rows).add_(bias.unsqueeze(1))
+
+    def add_products(self, left: Tensor, right: Tensor, sums: Sums) -> None:
+        sums.fill(torch.bmm(self._stacked(left).transpose(1, 2), self._stacked(right)))
+
+    def add_rows(self, rows: Tensor, sums: Sums) -> None:
+        sums.fill(self._stacked(rows).sum(1, dtype=sums.total))
+
+    def dot_bias(self, rows: Tensor, bias: Tensor) -> Tensor:
+        return torch.bmm(self._stacked(rows), bias.to(rows.dtype).unsqueeze(2)).flatten()
+
+
+def cut(groups: list[list[int]], written: list[int], matrices: int, dtype: torch.dtype) -> list[Tile]:
+    """One batch if the groups are small, else the groups' rows cut into tiles."""
+    sizes = [last - first for first, last, _ in groups]
+    rows, width = sum(sizes), max(sizes, default=0)
+    small = width <= FEW_ROWS and 2 * sum(size > 0 for size in sizes) > len(sizes)
+    small |= dtype == torch.bfloat16 and width <= FEW_ROWS_BF16 and width * len(sizes) <= PADDING * rows
+    in_order = [matrix for *_, matrix in groups] == written == list(range(matrices))
+    if rows and small and in_order and groups[-1][1] - groups[0][0] == rows:
+        return [Batch(sizes, groups[0][0])]
+    tiles: list[Tile] = []
+    start = end = 0
+    segments: list[tuple[int, int, int, int]] = []
+    for (first, last, matrix), target in zip(groups, written, strict=True):
+        while first < last:
+            if segments and (first != end or end - start >= TILE):
+                tiles.append(Tile(start, end, segments))
+                segments = []
+            if not segments:
+                start = first
+            take = min(last, start + TILE)
+            segments.append((first - start, take - start, matrix, target))
+            first = end = take
+    if segments:
+        tiles.append(Tile(start, end, segments))
+    return tiles
+
+
+class Scratch:
+    """A reused row buffer: ``scratch(tile)`` is as many of its rows as the tile needs."""
+
+    def __init__(self, tiles: list[Tile], dim: int, dtype: torch.dtype):
+        self.buffer = torch.empty(max((tile.size for tile in tiles), default=0), dim, dtype=dtype)
+
+    def __call__(self, tile: Tile) -> Tensor:
+        return self.buffer[: tile.size]
+
+
+class Sums:
+    """Gradients of stacked parameters, summed over segments.
+
+    The first term of a matrix is written, not added to zeros. A half-precision gradient of several
+    segments is summed in fp32 and rounded once.
+    """
+
+    def __init__(self, experts: int, like: Tensor | None):
+        self.like = torch.empty(0) if like is None else like
+        shape = (0,) if like is None else (experts, *like.shape[1:])
+        self.result = torch.empty(shape, dtype=self.like.dtype)
+        self.total = accumulation_dtype(self.like.dtype)
+        self.wide: dict[int, Tensor] = {}  # sums of the matrices that have more than one segment
+        self.seen: set[int] = set()
+
+    def add(self, to: int, left: Tensor, right: Tensor | None = None) -> None:
+        """Adds ``left @ right``, or ``left`` itself, to entry `to`."""
+        target = self.result[to]
+        if to not in self.seen:
+            self.seen.add(to)
+            if right is not None and right.dtype == target.dtype:
+                torch.mm(left, right, out=target)
+            else:
+                target.copy_(left if right is None else left @ right)
+        elif target.dtype == self.total and right is not None:
+            target.addmm_(left, right)
+        else:
+            if to not in self.wide:
+                self.wide[to] = target.to(self.total)
+            self.wide[to] += left if right is None else left @ right
+
+    def fill(self, everything: Tensor) -> None:
+        """Sets all entries at once."""
+        self.result = everything.to(self.result.dtype)
+        self.seen = set(range(len(everything)))
+
+    def out(self) -> Tensor:
+        """The gradients, with zeros for entries that no segment named."""
+        for to, total in self.wide.items():
+            self.result[to] = total
+        for to in set(range(self.result.shape[0])) - self.seen:
+            self.result[to] = 0
+        return self.result
