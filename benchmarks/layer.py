@@ -27,9 +27,13 @@ How
     ms     the median over rounds
     ratio  the median over rounds of (time / dense's time in the same round)
 
+    Each cell says which share of the cores other processes took meanwhile. Threads wait for each other,
+    so one busy core costs all contenders several times its share, and not evenly: above 0.02 or so,
+    time again. ``OMP_WAIT_POLICY=passive`` makes a busy machine bearable, with other numbers.
+
     ``best peer / fmoe`` is the lowest ``median over rounds of (peer's time / fmoe's)``: above 1, fmoe is
     the fastest. The median of quotients, not the quotient of medians: both of a round's times see
-    the same weather, and the quartiles in the JSON show how much of it was left.
+    the same weather, and the least and the quartiles, in the JSON, show how much of it was left.
 
     D is a decoding step: few tokens, so the time goes into reading weights. Beside the dense FFN it
     is compared with reading the weights of the experts its tokens chose once, at the rate of
@@ -48,7 +52,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -83,7 +86,8 @@ def main(argv: Sequence[str] | None = None, configs: Mapping[str, Config] = CONF
     console = Console(width=WIDTH, highlight=False, soft_wrap=True)
     facts = machine()
     console.print(f"{facts['cpu']}, {facts['cores']} cores, {args.threads} threads, torch {facts['torch']}")
-    peers = usable(args.peers, console)
+    peers = usable(args.peers, facts)
+    console.print(f"transformers {facts['transformers']}")
     chosen = [(configs[name], activation) for name in args.configs for activation in args.activations]
 
     checks = [result for config, activation in chosen for result in check(config, activation, args.dtypes, peers)]
@@ -142,13 +146,14 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, Config]) -> argparse
     return args
 
 
-def usable(peers: Sequence[str], console: Console) -> list[str]:
-    """`peers` without those that need a package which is not installed."""
+def usable(peers: Sequence[str], facts: dict[str, Any]) -> list[str]:
+    """`peers` without those that need a package which is not installed; says so in `facts`."""
+    facts["transformers"] = "not asked for"
     try:
         if any(peer.startswith("mixtral") for peer in peers):
-            console.print(f"transformers {import_transformers().__version__}")
+            facts["transformers"] = import_transformers().__version__
     except ImportError as error:
-        console.print(f"without transformers ({error})")
+        facts["transformers"] = f"not usable: {error}"
         return [peer for peer in peers if not peer.startswith("mixtral")]
     return list(peers)
 
@@ -170,28 +175,32 @@ def once(runner: Contender, train: bool) -> float:
 def measure(
     runners: Sequence[Contender], train: bool, rounds: int | None, seconds: float
 ) -> tuple[dict[str, np.ndarray], float]:
-    """The seconds of every contender in every round, and how often per second another process took a core."""
+    """The seconds of every contender in every round, and the share of the cores that others took meanwhile."""
     times: dict[str, list[float]] = {runner.name: [] for runner in runners}
     for runner in [*runners, *runners]:
         once(runner, train)
     gc.collect()
     gc.disable()
     try:
-        done, start, before = 0, time.perf_counter(), _preemptions()
+        done, start, before = 0, time.perf_counter(), _others_seconds()
         while done < (rounds or MIN_ROUNDS) or (rounds is None and time.perf_counter() - start < seconds):
             first = done % len(runners)
             turn = [*runners[first:], *runners[:first]]
             for runner in turn if done % 2 == 0 else reversed(turn):  # so that neighbours change too
                 times[runner.name].append(once(runner, train))
             done += 1
-        preemptions = (_preemptions() - before) / (time.perf_counter() - start)
+        others = (_others_seconds() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
     finally:
         gc.enable()
-    return {name: np.array(each) for name, each in times.items()}, preemptions
+    return {name: np.array(each) for name, each in times.items()}, others
 
 
-def _preemptions() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def _others_seconds() -> float:
+    """Processor seconds of all other processes since the machine started; NaN where the system does not say."""
+    if not Path("/proc/stat").exists():
+        return float("nan")
+    user, nice, system, _idle, _iowait, *interrupts = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def quartiles(values: np.ndarray) -> dict[str, float]:
@@ -205,7 +214,7 @@ def cell(
     config, train = problem.config, mode == "train"
     flops = config.flops(problem.activation, train)
     copy = [copier()] if config.decode else []
-    times, preemptions = measure([*runners, *copy], train, args.rounds, args.seconds)
+    times, others = measure([*runners, *copy], train, args.rounds, args.seconds)
     results = {
         runner.name: {
             "ms": quartiles(times[runner.name] * 1e3),
@@ -218,18 +227,12 @@ def cell(
     best = min(over_fmoe, key=over_fmoe.__getitem__) if over_fmoe else None
     return {
         "config": config.name,
-        "sizes": {
-            "T": config.tokens,
-            "M": config.model_dim,
-            "H": config.hidden_dim,
-            "E": config.experts,
-            "K": config.k,
-        },
+        **{key: getattr(config, key) for key in ("tokens", "model_dim", "hidden_dim", "experts", "k")},
         "activation": problem.activation,
         "dtype": dtype,
         "mode": mode,
         "rounds": len(times["fmoe"]),
-        "preemptions_per_s": preemptions,
+        "others_share": others,
         "gflop": flops / 1e9,
         "dense_gflop_per_s": flops / 1e9 / float(np.median(times["dense"])),
         "contenders": results,
@@ -299,12 +302,12 @@ def summary(c: Mapping[str, Any]) -> str:
     ratios = "  ".join(f"{name} {of[name]['over_dense']['median']:.2f}" for name in of if name != "dense")
     dense = of["dense"]["ms"]["median"]
     line = f"{c['config']} {c['activation']} {c['dtype']} {c['mode']}, {c['rounds']} rounds, "
-    line += f"{c['preemptions_per_s']:.0f} preemptions/s: "
+    line += f"others took {c['others_share']:.2f}: "
     line += f"dense {dense:.1f} ms, {c['dense_gflop_per_s']:.0f} GFLOP/s; over dense: {ratios}"
     if c["reading"]:
         r = c["reading"]
         line += (
-            f"\n  {r['active_experts']} active experts, {r['bytes'] / 1e6:.0f} MB at {r['copy_gb_per_s']:.1f} GB/s: "
+            f"\n  {r['active_experts']} active experts, {r['bytes'] / 1e6:.0f} MB at {r['copy_gb_per_s']:.1f} GB/s, "
         )
         line += f"read once in {r['ms']['median']:.1f} ms; fmoe / that = {r['fmoe_over_reading']['median']:.2f}"
     return line

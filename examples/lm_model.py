@@ -106,7 +106,8 @@ def init(config: LMConfig, *, seed: int) -> Params:
 
 def forward(params: Params, tokens: Tensor, config: LMConfig) -> tuple[Tensor, list[fmoe.Aux]]:
     """Logits ``[B,L,V]`` of the byte after each of ``tokens [B,L]``, and what the MoE layers report."""
-    x = params["embed"].to(config.dtype)[tokens]
+    # not params["embed"][tokens]: the gradient of indexing adds up in another order in every run
+    x = nn.embedding(tokens, params["embed"].to(config.dtype))
     rotation = rotary(tokens.shape[1], config.dim // config.heads, like=x)
     auxes = []
     for block in params["blocks"]:
@@ -312,7 +313,7 @@ class Training:
         matrices = [leaf for leaf in self.leaves.values() if leaf.dim() > 1]
         vectors = [leaf for leaf in self.leaves.values() if leaf.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
     @property
     def step(self) -> int:
@@ -351,7 +352,7 @@ class Training:
             try:
                 torch.save(saved, temporary)
             except RuntimeError as error:  # how torch reports a full disk
-                raise OSError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+                raise OSError(f"{path}: {str(error).splitlines()[0]}") from None
 
     def restore(self, saved: dict[str, Any], path: Path) -> None:
         """Goes back to the state that was saved."""
@@ -367,10 +368,10 @@ class Training:
                 leaf.copy_(saved["params"][name])
             numbers = [saved[name].tolist() for name in ("bits", "rate", "seconds")]
             lists = [list(saved[name].unbind()) for name in ("counts", "dropped")]
-            if any(len(curve) != step for curve in numbers + lists) or len(self.optimizer.state) != bool(step) * len(
-                self.leaves
-            ):
+            if any(len(curve) != step for curve in numbers + lists):
                 raise ValueError("curves of another length")
+            if len(self.optimizer.state) != (len(self.leaves) if step else 0):
+                raise ValueError("an optimizer state of other leaves")
             self.curves = Curves(*numbers, *lists, [(int(at), float(bits)) for at, bits in saved["validation"]])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise Refused(f"{path}: a damaged checkpoint ({type(error).__name__})") from None

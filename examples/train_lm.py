@@ -46,13 +46,17 @@ so that ``counts[s][l]`` adds up to batch * length * top_k: what a planner or a 
 
 from __future__ import annotations
 
+import os
+
+# before torch is imported: its threads otherwise spin while they wait, and slow down a machine that others use too
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import argparse
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -134,7 +138,7 @@ def option(default: Any, parse: Callable[[str], Any], text: str, *, fixed: bool 
 class Options:
     """Everything that shapes a run. `--resume` takes what the command line leaves out from the checkpoint."""
 
-    steps: int = option(500, whole(1), "optimizer steps")
+    steps: int = option(600, whole(1), "optimizer steps")
     batch: int = option(16, whole(1), "sequences in a step", fixed=True)
     length: int = option(128, whole(1), "bytes in a sequence", fixed=True)
     dim: int = option(128, whole(1), "width of the model", fixed=True)
@@ -147,7 +151,7 @@ class Options:
         None, capacity, "capacity factor, as_needed, or none to drop nothing", fixed=True
     )
     dtype: str = option("float32", dtype_name, f"to compute in: {', '.join(DTYPES)}", fixed=True)
-    lr: float = option(3e-3, real(0, open_end=True), "highest learning rate, after the warm-up")
+    lr: float = option(5e-3, real(0, open_end=True), "highest learning rate, after the warm-up")
     warmup: int = option(50, whole(0), "steps over which the rate rises, before it falls as a cosine to a tenth")
     seed: int = option(0, whole(0, 2**63 - 1), "of the parameters, the batches and the sample", fixed=True)
     data: str = option(lm_model.STDLIB, str, "file or folder of text; stdlib is Python's own source")
@@ -258,13 +262,21 @@ class Session:
     validation: Tensor
     digest: str
     out: Path
+    resume: bool
     stop: StopOnInterrupt
     console: Console
+
+    def say(self, text: str) -> None:
+        """Prints a line as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def bits(self, run: Training, params: lm_model.Params, batches: int) -> float:
         """Validation bits per byte."""
         o = self.options
-        return lm_model.evaluate(params, self.validation, run.config, batch=o.batch, length=o.length, batches=batches)
+        bits = lm_model.evaluate(params, self.validation, run.config, batch=o.batch, length=o.length, batches=batches)
+        if not math.isfinite(bits):
+            raise Failed(f"the validation loss at step {run.step} is {bits}: choose a smaller --lr, now {o.lr:g}")
+        return bits
 
     def save(self, run: Training) -> None:
         """Writes the checkpoint of a run."""
@@ -299,15 +311,15 @@ def one_step(run: Training, session: Session) -> None:
 
 
 def note(run: Training, options: Options) -> str:
-    """The progress bar's numbers."""
+    """The numbers beside the progress bar; the imbalance is the worst layer's largest load over its mean load."""
     curves = run.curves
     recent = curves.seconds[-10:]
     speed = options.batch * options.length * len(recent) / sum(recent)
-    text = f"{curves.bits[-1]:.2f} bits  {speed:,.0f} tokens/s"
+    text = f"{curves.bits[-1]:.2f} bits {speed / 1000:.1f}k tokens/s"
     if run.config.dense is None:
         load = curves.counts[-1].double()
         imbalance = float((load.amax(1) / load.mean(1)).max())
-        text += f"  {int(curves.dropped[-1].sum())} dropped  max/mean load {imbalance:.2f}"
+        text += f" {int(curves.dropped[-1].sum())} dropped imbalance {imbalance:.2f}"
     return text
 
 
@@ -316,10 +328,10 @@ def train(run: Training, session: Session) -> None:
     options = session.options
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=12),
+        BarColumn(bar_width=8),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
     )
     if run.step >= options.steps:
         return
@@ -331,7 +343,7 @@ def train(run: Training, session: Session) -> None:
             if last or run.step % options.eval_every == 0:
                 bits = session.bits(run, run.params, options.eval_batches)
                 run.curves.validation.append((run.step, bits))
-                progress.console.print(f"step {run.step:5d}  validation {bits:.3f} bits per byte", highlight=False)
+                session.say(f"step {run.step:5d}  validation {bits:.3f} bits per byte")
             progress.update(task, completed=run.step, note=note(run, options))
             if session.stop.requested or last:
                 break
@@ -384,12 +396,12 @@ def write_metrics(path: Path, runs: dict[str, Training], finals: dict[str, Any],
         temporary.write_text(json.dumps(metrics, allow_nan=False) + "\n")
 
 
-def draw(runs: dict[str, Training], out: Path, console: Console) -> None:
+def draw(runs: dict[str, Training], session: Session) -> None:
     """Writes loss.png and load.png, or says why not."""
     try:
-        from matplotlib.figure import Figure  # its own canvas is Agg: no display is needed
+        from matplotlib.figure import Figure  # without pyplot its canvas is Agg: no display is needed
     except ImportError:
-        console.print("no pictures: matplotlib is not installed")
+        session.say("no pictures: matplotlib is not installed")
         return
     pictures = {"loss.png": Figure(figsize=(8, 4.8), layout="constrained")}
     draw_loss(pictures["loss.png"], runs)
@@ -397,7 +409,7 @@ def draw(runs: dict[str, Training], out: Path, console: Console) -> None:
     pictures["load.png"] = Figure(figsize=(8, 1.2 + 1.9 * moe.config.layers), layout="constrained")
     draw_load(pictures["load.png"], torch.stack(moe.curves.counts))
     for name, figure in pictures.items():
-        with lm_model.written_whole(out / name) as temporary:
+        with lm_model.written_whole(session.out / name) as temporary:
             figure.savefig(temporary, format="png", dpi=130)
 
 
@@ -419,7 +431,7 @@ def draw_loss(figure: Any, runs: dict[str, Training]) -> None:
             )
     axes.set(xlabel="step", ylabel="bits per byte", title="Loss of the language model")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -449,7 +461,8 @@ def draw_load(figure: Any, counts: Tensor) -> None:
         )
         axes.set_ylabel("expert")
         axes.set_yticks(range(0, experts, -(-experts // 16)))
-    rows[-1].set_xlabel("step")
+    rows[-1].set_xlabel("step" if bins == steps else f"step (a column is the mean of {steps / bins:.3g} steps)")
+    rows[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle("Load of each expert, before any token is dropped")
     bar = figure.colorbar(image, ax=list(rows), extend="max", fraction=0.05)
     bar.set_label("load / mean load of the layer")
@@ -457,7 +470,6 @@ def draw_load(figure: Any, counts: Tensor) -> None:
 
 def summarize(runs: dict[str, Training], finals: dict[str, Any], session: Session) -> None:
     """Prints what a run, or the two of them, came to."""
-    console = session.console
     table = Table("", *(LABELS[name] for name in runs), box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
@@ -473,17 +485,16 @@ def summarize(runs: dict[str, Training], finals: dict[str, Any], session: Sessio
     ]
     for label, cell in rows:
         table.add_row(label, *(cell(name) for name in runs))
-    console.print(table)
+    session.console.print(table)
     moe = finals["moe"]
     worth = moe["without_experts"] - moe["bits_per_byte"]
-    console.print(f"the experts are worth {worth:.3f} bits per byte", highlight=False)
+    session.say(f"the experts are worth {worth:.3f} bits per byte")
     if "dense" in finals:
         gain = finals["dense"]["bits_per_byte"] - moe["bits_per_byte"]
         ratio = moe["seconds"] / runs["moe"].step / (finals["dense"]["seconds"] / runs["dense"].step)
-        console.print(
+        session.say(
             f"against the dense model: {abs(gain):.3f} bits per byte {'better' if gain >= 0 else 'worse'}, "
-            f"at {ratio:.2f} times the time per step",
-            highlight=False,
+            f"at {ratio:.2f} times the time per step"
         )
 
 
@@ -522,12 +533,13 @@ def prepare(argv: list[str] | None, stop: StopOnInterrupt, console: Console) -> 
         saved = {name: lm_model.read_checkpoint(paths[name]) for name in wanted}
         options = resumed(given, saved["moe"], paths["moe"])
         for name in wanted[1:]:
-            resumed(given, saved[name], paths[name])
+            resumed(dataclasses.asdict(options), saved[name], paths[name])  # of the same run
     else:
         options = Options(**given)
     text = lm_model.read_text(options.data, options.max_bytes)
     train_bytes, validation = lm_model.split_text(text, options.data, options.length)
-    session = Session(options, train_bytes, validation, hashlib.sha256(text).hexdigest(), todo.out, stop, console)
+    digest = hashlib.sha256(text).hexdigest()
+    session = Session(options, train_bytes, validation, digest, todo.out, todo.resume, stop, console)
     runs = {}
     for name in ("moe", "dense") if todo.compare_dense else ("moe",):
         runs[name] = Training(name, options.model(name), seed=options.seed)
@@ -548,7 +560,7 @@ def set_aside(session: Session) -> None:
         if path.exists():
             kept = path.with_suffix(".previous.pt")
             os.replace(path, kept)
-            session.console.print(f"{path} is of an earlier run: kept as {kept.name}", highlight=False)
+            session.say(f"{path} is of an earlier run: kept as {kept.name}")
 
 
 def program(argv: list[str] | None, console: Console) -> int:
@@ -559,11 +571,10 @@ def program(argv: list[str] | None, console: Console) -> int:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refused(f"--out {out}: {error.strerror}") from None
-        console.print(
-            f"{options.data}: {len(session.train):,} bytes to train on, {len(session.validation):,} to validate",
-            highlight=False,
+        session.say(
+            f"{options.data}: {len(session.train):,} bytes to train on, {len(session.validation):,} to validate"
         )
-        if not any(run.step for run in runs.values()):
+        if not session.resume:
             set_aside(session)
         for name, run in list(runs.items()):
             if stop.requested and name == "dense":
@@ -572,16 +583,16 @@ def program(argv: list[str] | None, console: Console) -> int:
             if run.step == 0:
                 session.save(run)  # a folder that cannot be written to shows now, not after the training
             else:
-                console.print(f"{LABELS[name]}: going on from step {run.step}", highlight=False)
+                session.say(f"{LABELS[name]}: going on from step {run.step}")
             train(run, session)
     if stop.requested:
-        console.print("stopped: --resume goes on from here", highlight=False)
+        session.say("stopped: --resume goes on from here")
     finals = {name: final(run, session) for name, run in runs.items()}
     write_metrics(out / "metrics.json", runs, finals, session)
-    draw(runs, out, console)
+    draw(runs, session)
     summarize(runs, finals, session)
     show_sample(runs["moe"], session)
-    console.print(f"results are in {out}", highlight=False)
+    session.say(f"results are in {out}")
     return 130 if stop.requested else 0
 
 
@@ -598,6 +609,10 @@ def main(argv: list[str] | None = None) -> int:
         message, code = str(error), 1
     except OSError as error:
         message, code = f"cannot write: {error}", 1
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        message, code = "out of memory: choose smaller sizes", 1
     except KeyboardInterrupt:
         message, code = "interrupted; --resume goes on from the last checkpoint", 130
     print("train_lm: " + " ".join(message.split()), file=sys.stderr)

@@ -40,6 +40,7 @@ def test_report_has_every_cell_and_field(layer, tmp_path, capsys):
     for cell in cells.values():
         assert set(cell["contenders"]) == {"dense", "fmoe", *BY_HAND}
         assert cell["rounds"] == 2
+        assert isinstance(cell["others_share"], float)
         assert cell["best_peer"] in BY_HAND
         for numbers in cell["contenders"].values():
             for name in ("ms", "over_dense", "over_fmoe"):

@@ -501,7 +501,7 @@ def _allocations(loss, params, x) -> set[int]:
     """Bytes of every allocation of a forward and backward pass."""
     leaves, spec = torch.utils._pytree.tree_flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    with torch.profiler.profile(profile_memory=True) as recorded:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as recorded:
         torch.autograd.grad(loss(torch.utils._pytree.tree_unflatten(leaves, spec), x), leaves)
     events = recorded.profiler.kineto_results.events()
     return {event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0}
