@@ -23,9 +23,10 @@ In ``--out`` it leaves
 **Stopping.** Ctrl-C stops at the end of the step: the checkpoint is written, the summary is printed and
 drawn all the same, and the exit code is 130. A second Ctrl-C leaves at once. ``--resume`` goes on from the
 checkpoint in ``--out`` with its options, unless others are given: the batch of a step depends on the seed
-and the step alone, so the losses are those of a run that was never stopped, bit by bit. What defines the
-model, the batches or the text cannot change. A new run in a folder with a checkpoint keeps that as
-``checkpoint.previous.pt`` (in place of an earlier one of that name), and draws over the pictures.
+and the step alone, so the losses are those of a run that was never stopped, bit by bit on the same machine
+with as many threads. What defines the model, the batches or the text cannot change. A new run in a folder
+with a checkpoint keeps that as ``checkpoint.previous.pt`` (in place of an earlier one of that name), and
+draws over the pictures.
 
 Exit codes: 0; 2 for input that cannot be used, with one line on stderr and nothing written; 1 if the loss
 is no longer finite or the disk is full; 130 after Ctrl-C.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optree
 import pytest
 import torch
 from torch.nn import functional as nn
@@ -356,6 +357,21 @@ def test_gradients_are_those_of_autograd():
     router = params["blocks"][0]["ffn"].router.weight.requires_grad_()
     lm_model.objective(params, windows, config)[0].backward()
     torch.testing.assert_close(grads["blocks"][0]["ffn"].router.weight, router.grad)
+
+
+def test_gradients_are_the_same_in_every_run_on_two_threads():
+    moe = fmoe.MoEConfig(num_experts=2, model_dim=64, hidden_dim=8)
+    config = lm_model.LMConfig(64, 1, 2, moe)
+    params = lm_model.init(config, seed=0)
+    text = torch.frombuffer(bytearray(b"if x:\n    return self\n" * 200), dtype=torch.uint8)
+    windows = lm_model.training_windows(text, seed=0, step=0, batch=16, length=128)
+    torch.set_num_threads(2)
+    try:
+        gradient = torch.func.grad(lambda p: lm_model.objective(p, windows, config)[0])
+        first, second = (optree.tree_leaves(gradient(params)) for _ in range(2))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_batches_depend_on_seed_and_step_alone():

@@ -15,7 +15,7 @@ from .._typing import accumulation_dtype, dtype_text, type_text
 from ..ops.routing import assign_slots, top_k
 from ..values import Aux, RouterParams, Routing
 from .capacity import Capacity, as_capacity
-from .losses import balance_loss, importance_loss, load_loss, router_entropy, z_loss
+from .losses import balance_of, load_loss, mean_over_tokens, router_entropy, squared_variation, z_loss
 from .routers import TopK
 
 
@@ -142,9 +142,10 @@ def _aux(
     keep: Tensor | None,
 ) -> Aux:
     def scoped(logits: Tensor, threshold: Tensor, probs: Tensor, counts: Tensor, keep: Tensor | None) -> list[Tensor]:
+        mean = mean_over_tokens(probs, keep)
         return [
-            balance_loss(probs, counts, mask=keep),
-            importance_loss(probs, mask=keep),
+            balance_of(mean, counts),
+            squared_variation(mean),
             load_loss(logits, threshold, noise_std=router.noise_std, mask=keep),
         ]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 
-def _mean(rows: Tensor, mask: Tensor | None) -> Tensor:
+def mean_over_tokens(rows: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over dim 0 of the unmasked rows; 0 if there are none."""
     if mask is None:
-        return rows.sum(0) / max(rows.shape[0], 1)
+        return rows.mean(0) if rows.shape[0] else rows.sum(0)
     keep = mask.view(-1, *[1] * (rows.dim() - 1))
     return torch.where(keep, rows, 0).sum(0) / mask.sum().clamp(min=1)
 
@@ -25,9 +25,8 @@ def squared_variation(mass: Tensor) -> Tensor:
         >>> squared_variation(torch.tensor([3.0, 1.0]))
         tensor(0.2500)
     """
-    mean = mass.mean()
-    safe = torch.where(mean > 0, mean, 1)
-    return ((mass - mean) / safe).square().mean()
+    variance, mean = torch.var_mean(mass, correction=0)
+    return variance / torch.where(mean > 0, mean * mean, 1)
 
 
 def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -48,8 +47,12 @@ def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -
     References:
         Switch Transformer (arXiv 2101.03961, equations 4 to 6, without alpha).
     """
-    share = counts.to(probs.dtype) / counts.sum().clamp(min=1).to(probs.dtype)
-    return probs.shape[1] * (share * _mean(probs, mask)).sum()
+    return balance_of(mean_over_tokens(probs, mask), counts)
+
+
+def balance_of(mean: Tensor, counts: Tensor) -> Tensor:
+    """`balance_loss` from the mean softmax ``[E]``."""
+    return torch.dot(counts.to(mean.dtype), mean) * mean.shape[0] / counts.sum().clamp(min=1)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -66,7 +69,7 @@ def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
     References:
         ST-MoE (arXiv 2202.08906, equation 5, without its coefficient of 1e-3).
     """
-    return _mean(torch.logsumexp(logits, dim=-1).square(), mask)
+    return mean_over_tokens(torch.logsumexp(logits, dim=-1).square(), mask)
 
 
 def importance_loss(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -83,7 +86,7 @@ def importance_loss(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
     References:
         V-MoE (arXiv 2106.05974, appendix A.2).
     """
-    return squared_variation(_mean(probs, mask))
+    return squared_variation(mean_over_tokens(probs, mask))
 
 
 def load_loss(logits: Tensor, threshold: Tensor, *, noise_std: float = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -105,7 +108,7 @@ def load_loss(logits: Tensor, threshold: Tensor, *, noise_std: float = 1.0, mask
         V-MoE (arXiv 2106.05974, appendix A.2).
     """
     width = noise_std / logits.shape[1]
-    return squared_variation(_mean(torch.special.ndtr((logits - threshold) / width), mask))
+    return squared_variation(mean_over_tokens(torch.special.ndtr((logits - threshold) / width), mask))
 
 
 def router_entropy(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -119,4 +122,4 @@ def router_entropy(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
         >>> router_entropy(torch.full((3, 4), 0.25))
         tensor(1.3863)
     """
-    return _mean(torch.special.entr(probs).sum(-1), mask)
+    return mean_over_tokens(torch.special.entr(probs).sum(-1), mask)

@@ -27,9 +27,10 @@ def _top_k_cpu(scores: Tensor, k: int) -> Tensor:
     if k == experts or not rows:
         return _top_k_reference(scores, k)
     best, ids = scores.topk(k + 1)
-    unsure = ((best[:, 1:] == best[:, :-1]) | best[:, 1:].isnan()).any(1) | best[:, 0].isnan()
     ids = ids[:, :k].contiguous()
-    if unsure.any():
+    distinct = best[:, :-1] > best[:, 1:]  # false for a tie and for NaN
+    if not distinct.all():
+        unsure = ~distinct.all(1)
         ids[unsure] = _top_k_reference(scores[unsure], k)
     return ids
 

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from ..._typing import accumulation_dtype
 
-#: Rows per tile. Larger tiles feed the matmul better, smaller ones stay in cache.
-TILE = 1024
+#: Rows per tile. Larger tiles feed the matmul better, smaller ones stay in cache. A group is cut only if
+#: it is larger: every further piece packs the same weights again.
+TILE = 1536
 #: Groups of at most this many rows go into one batched matmul, padded to the largest: reading the
 #: weights then takes all the time, and a batched matmul reads them a third faster than a loop.
 FEW_ROWS = 16
-#: In bf16 a matmul of a few hundred rows is bound by its set-up: batched it takes half the time of a
-#: loop, as long as padding adds no more than `PADDING` times the rows.
-FEW_ROWS_BF16, PADDING = 256, 1.5
+#: In bf16 a matmul of a few hundred rows is bound by its set-up: batched, groups of up to `SOME_ROWS_BF16`
+#: rows take less time than in a loop, if padding makes no more than `PADDING` times the rows.
+SOME_ROWS_BF16, PADDING = 256, 1.5
 
 
 class Tile:
@@ -88,8 +89,9 @@ class Batch(Tile):
         self.place = start.repeat_interleave(counts) + torch.arange(sum(sizes)) - before  # of each real row
 
     def gather(self, source: Tensor, token: Tensor, out: Tensor) -> Tensor:
-        out.zero_()
-        return out.index_copy_(0, self.place, source.index_select(0, token[self.first : self.last]))
+        rows = torch.full((self.size,), source.shape[0]).index_copy_(0, self.place, token[self.first : self.last])
+        with_zero = torch.cat([source, source.new_zeros(1, source.shape[1])])  # the row that padding reads
+        return torch.index_select(with_zero, 0, rows, out=out)
 
     def take(self, rows: Tensor, out: Tensor) -> Tensor:
         part = rows[self.first : self.last].to(out.dtype)
@@ -126,7 +128,7 @@ def cut(groups: list[list[int]], written: list[int], matrices: int, dtype: torch
     sizes = [last - first for first, last, _ in groups]
     rows, width = sum(sizes), max(sizes, default=0)
     small = width <= FEW_ROWS and 2 * sum(size > 0 for size in sizes) > len(sizes)
-    small |= dtype == torch.bfloat16 and width <= FEW_ROWS_BF16 and width * len(sizes) <= PADDING * rows
+    small |= dtype == torch.bfloat16 and width <= SOME_ROWS_BF16 and width * len(sizes) <= PADDING * rows
     in_order = [matrix for *_, matrix in groups] == written == list(range(matrices))
     if rows and small and in_order and groups[-1][1] - groups[0][0] == rows:
         return [Batch(sizes, groups[0][0])]
@@ -134,18 +136,23 @@ def cut(groups: list[list[int]], written: list[int], matrices: int, dtype: torch
     start = end = 0
     segments: list[tuple[int, int, int, int]] = []
     for (first, last, matrix), target in zip(groups, written, strict=True):
-        while first < last:
-            if segments and (first != end or end - start >= TILE):
+        for take in _parts(first, last):
+            if segments and (first != end or take - start > TILE):
                 tiles.append(Tile(start, end, segments))
                 segments = []
             if not segments:
                 start = first
-            take = min(last, start + TILE)
             segments.append((first - start, take - start, matrix, target))
             first = end = take
     if segments:
         tiles.append(Tile(start, end, segments))
     return tiles
+
+
+def _parts(first: int, last: int) -> list[int]:
+    """Where the pieces of a group end: one piece, or as few equal ones of at most `TILE` rows as will do."""
+    count = -(-(last - first) // TILE)
+    return [first + (last - first) * (i + 1) // count for i in range(count)]
 
 
 class Scratch:
