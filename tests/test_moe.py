@@ -149,7 +149,7 @@ def test_matches_oracle(case):
 
 def kernels(tiled: bool):
     """The CPU kernels at sizes that reach all of their paths: one batch of small groups, or tiles of 3 rows."""
-    return mock.patch.multiple(cpu_tiles, TILE=3, FEW_ROWS=0 if tiled else 16, SOME_ROWS_BF16=0 if tiled else 256)
+    return mock.patch.multiple(cpu_tiles, TILE=3, FEW_ROWS=0 if tiled else 16, SOME_ROWS=0 if tiled else 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

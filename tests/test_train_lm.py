@@ -43,6 +43,12 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Leaves out the slowest part of a short run."""
+    monkeypatch.setattr(train_lm, "draw", lambda *_: None)
+
+
 def run(text: Path, out: Path, *extra: str) -> int:
     return train_lm.main([*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(out), *extra])
 
@@ -112,6 +118,7 @@ def test_leaves_curves_pictures_and_a_checkpoint(whole):
     assert moe["final"]["active_parameters"] - dense["final"]["active_parameters"] == 2 * 8 * 4
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_drops_are_counted(text, tmp_path):
     assert run(text, tmp_path, "--capacity", "0.5", "--steps", "2") == 0
     counts, dropped = curves(tmp_path)["counts"], curves(tmp_path)["dropped"]
@@ -150,6 +157,7 @@ def test_interrupt_saves_and_resume_goes_on_exactly(text, whole, tmp_path, monke
     assert curves(tmp_path, "dense") == curves(whole, "dense")
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(("times", "step"), [(1, 0), (2, 5)])
 def test_goes_on_from_a_periodic_checkpoint(text, whole, tmp_path, monkeypatch, capsys, times, step):
     with monkeypatch.context() as patched:
@@ -163,9 +171,9 @@ def test_goes_on_from_a_periodic_checkpoint(text, whole, tmp_path, monkeypatch, 
     assert not (tmp_path / "checkpoint.previous.pt").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("extra", [("--dtype", "float64"), ("--dtype", "bfloat16", "--capacity", "1.0")])
 def test_other_precisions_and_capacities_go_on_exactly(text, tmp_path, monkeypatch, extra):
-    monkeypatch.setattr(train_lm, "draw", lambda *_: None)  # the slowest part by far
     assert run(text, tmp_path / "whole", *extra) == 0
     with monkeypatch.context() as patched:
         interrupt_at(patched, times=1)
@@ -174,8 +182,8 @@ def test_other_precisions_and_capacities_go_on_exactly(text, tmp_path, monkeypat
     assert curves(tmp_path / "whole") == curves(tmp_path / "parts")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_stop_in_the_dense_run_goes_on_exactly(text, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_lm, "draw", lambda *_: None)  # the slowest part by far
     with monkeypatch.context() as patched:
         interrupt_at(patched, times=4)
         assert run(text, tmp_path, "--compare-dense") == 130
@@ -184,6 +192,7 @@ def test_a_stop_in_the_dense_run_goes_on_exactly(text, whole, tmp_path, monkeypa
     assert curves(tmp_path, "dense") == curves(whole, "dense")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_resume_of_a_finished_run_reports_again_and_may_go_further(whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     assert train_lm.main(["--out", str(tmp_path), "--resume"]) == 0
@@ -193,6 +202,7 @@ def test_resume_of_a_finished_run_reports_again_and_may_go_further(whole, tmp_pa
     assert len(curves(tmp_path)["bits_per_byte"]) == 14
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_new_run_keeps_the_old_checkpoint(text, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     assert run(text, tmp_path, "--steps", "1") == 0

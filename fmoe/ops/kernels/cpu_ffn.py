@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..._typing import accumulation_dtype
 from ..activations import ACTIVATIONS, Activation
-from .cpu_tiles import Batch, Scratch, Sums, Tile, cut
+from .cpu_tiles import Batch, Scratch, Stack, Sums, Tile, cut
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,6 +67,7 @@ def ffn_cpu(
     act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), _compute_dtype(x.dtype)
     spans, experts, dim = groups.tolist(), w_in.shape[0], w_in.shape[2]
     tiles = cut(spans, [matrix for *_, matrix in spans], experts, compute)
+    up, down = Stack(w_in, compute), Stack(w_out, compute)
     source = x.to(compute).contiguous()
     token, weight = _tokens_and_weights(order, w, total)
     y = torch.zeros(x.shape[0], w_out.shape[2], dtype=total)
@@ -79,12 +80,12 @@ def ffn_cpu(
         x_n, h_n, y_n = tile.gather(source, token, xs(tile)), hs(tile), ys(tile)
         direct = keep and compute == x.dtype and not isinstance(tile, Batch)
         z_n = tile.take(z, x_n) if direct else zs(tile)
-        tile.matmul(x_n, w_in, z_n)
+        tile.matmul(x_n, up, z_n)
         tile.add_bias(z_n, b_in)
         if keep and not direct:
             tile.put(z_n, z)
         _activate(act, z_n, h_n)
-        tile.matmul(h_n, w_out, y_n)
+        tile.matmul(h_n, down, y_n)
         tile.add_bias(y_n, b_out)
         tile.add_to_tokens(torch.mul(y_n, tile.take(weight, scaled(tile)), out=scaled(tile)), token, y)
     return y.to(x.dtype), z
@@ -110,6 +111,7 @@ def ffn_backward_cpu(
     act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), _compute_dtype(x.dtype)
     dim, hidden, out_dim = w_in.shape[2], w_out.shape[1], w_out.shape[2]
     tiles = cut(groups.tolist(), written.tolist(), experts, compute)
+    up_t, down_t = Stack(w_in, compute).transposed(), Stack(w_out, compute).transposed()
     source, dy = x.to(compute).contiguous(), grad.to(compute).contiguous()
     token, weight = _tokens_and_weights(order, w, compute)
     dx, score = torch.zeros(x.shape, dtype=total), torch.zeros(order.shape[0], dtype=total)
@@ -122,7 +124,7 @@ def ffn_backward_cpu(
         x_n, g_n = tile.gather(source, token, xs(tile)), tile.gather(dy, token, gs(tile))
         h_n, gh_n, dz_n, dx_n, spare = hs(tile), ghs(tile), dzs(tile), dxs(tile), spares(tile)
         z_n, scale = tile.take(z, dz_n), tile.take(weight, dz_n)
-        tile.matmul(g_n, w_out.transpose(1, 2), gh_n)
+        tile.matmul(g_n, down_t, gh_n)
         _activate(act, z_n, h_n)
         dot = torch.sum(torch.mul(gh_n, h_n, out=spare), 1, dtype=total)
         if b_out is not None:
@@ -137,7 +139,7 @@ def ffn_backward_cpu(
             torch.mul(gh_n, spare, out=dz_n[:, hidden:])
         else:
             act.backward_into(gh_n, z_n, dz_n)
-        tile.matmul(dz_n, w_in.transpose(1, 2), dx_n)
+        tile.matmul(dz_n, up_t, dx_n)
         tile.add_products(x_n, dz_n, dw_in)
         tile.add_products(h_n, g_n, dw_out)
         if b_in is not None:

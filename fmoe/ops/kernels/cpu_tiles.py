@@ -13,12 +13,23 @@ from ..._typing import accumulation_dtype
 #: Rows per tile. Larger tiles feed the matmul better, smaller ones stay in cache. A group is cut only if
 #: it is larger: every further piece packs the same weights again.
 TILE = 1536
-#: Groups of at most this many rows go into one batched matmul, padded to the largest: reading the
-#: weights then takes all the time, and a batched matmul reads them a third faster than a loop.
-FEW_ROWS = 16
-#: In bf16 a matmul of a few hundred rows is bound by its set-up: batched, groups of up to `SOME_ROWS_BF16`
-#: rows take less time than in a loop, if padding makes no more than `PADDING` times the rows.
-SOME_ROWS_BF16, PADDING = 256, 1.5
+#: In bf16 a matmul of few rows is bound by its set-up. So all groups go into one batched matmul, padded to
+#: the largest, if none has more than `FEW_ROWS` rows (padding then costs nothing: reading the weights takes
+#: all the time), or none more than `SOME_ROWS` and padding makes at most `PADDING` times the rows. In fp32 a
+#: batched matmul of more than 4 rows is slower than a loop.
+FEW_ROWS, SOME_ROWS, PADDING = 16, 256, 1.5
+
+
+class Stack:
+    """Stacked matrices as kernels read them: all of them, and each by itself."""
+
+    def __init__(self, w: Tensor, dtype: torch.dtype):
+        self.all = w.to(dtype)
+        self.each = self.all.unbind(0)
+
+    def transposed(self) -> Stack:
+        """Each matrix transposed."""
+        return Stack(self.all.transpose(1, 2), self.all.dtype)
 
 
 class Tile:
@@ -30,6 +41,8 @@ class Tile:
     def __init__(self, first: int, last: int, segments: list[tuple[int, int, int, int]]):
         self.first, self.last, self.segments = first, last, segments
         self.size = last - first
+        self.sizes = [b - a for a, b, _, _ in segments]
+        self.matrices = [e for _, _, e, _ in segments]
 
     def gather(self, source: Tensor, token: Tensor, out: Tensor) -> Tensor:
         """The tokens' rows of `source`."""
@@ -47,10 +60,10 @@ class Tile:
         """Adds each row to its token's row of y."""
         y.index_add_(0, token[self.first : self.last], part)
 
-    def matmul(self, left: Tensor, w: Tensor, out: Tensor) -> None:
+    def matmul(self, left: Tensor, w: Stack, out: Tensor) -> None:
         """``out[r] = left[r] @ w[e]``."""
-        for a, b, e, _ in self.segments:
-            torch.mm(left[a:b], w[e].to(left.dtype), out=out[a:b])
+        for part, e, to in zip(left.split(self.sizes), self.matrices, out.split(self.sizes), strict=True):
+            torch.mm(part, w.each[e], out=to)
 
     def add_bias(self, rows: Tensor, bias: Tensor | None) -> None:
         """``rows[r] += bias[e]``."""
@@ -106,8 +119,8 @@ class Batch(Tile):
     def _stacked(self, rows: Tensor) -> Tensor:
         return rows.view(self.groups, self.width, rows.shape[1])
 
-    def matmul(self, left: Tensor, w: Tensor, out: Tensor) -> None:
-        torch.bmm(self._stacked(left), w.to(left.dtype), out=self._stacked(out))
+    def matmul(self, left: Tensor, w: Stack, out: Tensor) -> None:
+        torch.bmm(self._stacked(left), w.all, out=self._stacked(out))
 
     def add_bias(self, rows: Tensor, bias: Tensor | None) -> None:
         if bias is not None:
@@ -127,10 +140,10 @@ def cut(groups: list[list[int]], written: list[int], matrices: int, dtype: torch
     """One batch if the groups are small, else the groups' rows cut into tiles."""
     sizes = [last - first for first, last, _ in groups]
     rows, width = sum(sizes), max(sizes, default=0)
-    small = width <= FEW_ROWS and 2 * sum(size > 0 for size in sizes) > len(sizes)
-    small |= dtype == torch.bfloat16 and width <= SOME_ROWS_BF16 and width * len(sizes) <= PADDING * rows
+    mostly_used = 2 * sum(size > 0 for size in sizes) > len(sizes)
+    small = (width <= FEW_ROWS and mostly_used) or (width <= SOME_ROWS and width * len(sizes) <= PADDING * rows)
     in_order = [matrix for *_, matrix in groups] == written == list(range(matrices))
-    if rows and small and in_order and groups[-1][1] - groups[0][0] == rows:
+    if dtype == torch.bfloat16 and rows and small and in_order and groups[-1][1] - groups[0][0] == rows:
         return [Batch(sizes, groups[0][0])]
     tiles: list[Tile] = []
     start = end = 0
