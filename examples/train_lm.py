@@ -40,7 +40,8 @@ is no longer finite or the disk is full; 130 after Ctrl-C.
     counts           [S][layer][expert]   choices of each expert before any is dropped: a load trace
     dropped          [S][layer]           choices that found no place
     validation       [[step, bits per byte], ...]
-    final            bits_per_byte, without_experts, parameters, active_parameters, seconds, bytes_per_second
+    final            bits_per_byte, without_experts, parameters, active_parameters, seconds,
+                     step_seconds (the median), bytes_per_second
 
 so that ``counts[s][l]`` adds up to batch * length * top_k: what a planner or a benchmark replays.
 """
@@ -55,10 +56,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -367,6 +368,7 @@ def final(run: Training, session: Session) -> dict[str, Any]:
         "parameters": parameters,
         "active_parameters": active,
         "seconds": seconds,
+        "step_seconds": statistics.median(run.curves.seconds),
         "bytes_per_second": run.step * session.options.batch * session.options.length / seconds,
     }
 
@@ -442,9 +444,8 @@ def draw_load(figure: Any, counts: Tensor) -> None:
     """A heatmap for each layer of ``counts [S,layers,E]``: steps across, experts down, 1 where all are equal."""
     steps, layers, experts = counts.shape
     load = counts.double() / counts.double().mean(2, keepdim=True)
-    bins = min(steps, 160)
-    edges = torch.arange(bins + 1) * steps // bins
-    shown = torch.stack([load[a:b].mean(0) for a, b in itertools.pairwise(edges)])
+    width = -(-steps // 160)  # steps to a column
+    shown = torch.stack([part.mean(0) for part in load.split(width)])
     rows = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     for layer, axes in enumerate(rows):
         image = axes.imshow(
@@ -454,7 +455,7 @@ def draw_load(figure: Any, counts: Tensor) -> None:
             cmap="RdBu_r",
             vmin=0,
             vmax=2,
-            extent=(0.5, steps + 0.5, experts - 0.5, -0.5),
+            extent=(0.5, len(shown) * width + 0.5, experts - 0.5, -0.5),
         )
         late = load[-max(1, steps // 10) :, layer].mean(0).max()
         axes.set_title(
@@ -462,7 +463,8 @@ def draw_load(figure: Any, counts: Tensor) -> None:
         )
         axes.set_ylabel("expert")
         axes.set_yticks(range(0, experts, -(-experts // 16)))
-    rows[-1].set_xlabel("step" if bins == steps else f"step (a column is the mean of {steps / bins:.3g} steps)")
+    rows[-1].set_xlabel("step" if width == 1 else f"step (a column is the mean of {width} steps)")
+    rows[-1].set_xlim(0.5, steps + 0.5)
     rows[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle("Load of each expert, before any token is dropped")
     bar = figure.colorbar(image, ax=list(rows), extend="max", fraction=0.05)
@@ -480,6 +482,7 @@ def summarize(runs: dict[str, Training], finals: dict[str, Any], session: Sessio
         ("parameters", lambda n: f"{finals[n]['parameters']:,}"),
         ("  at work on one byte", lambda n: f"{finals[n]['active_parameters']:,}"),
         ("training, seconds", lambda n: f"{finals[n]['seconds']:.1f}"),
+        ("  median step, ms", lambda n: f"{1000 * finals[n]['step_seconds']:.0f}"),
         ("tokens/s", lambda n: f"{finals[n]['bytes_per_second']:,.0f}"),
         ("validation, bits per byte", lambda n: f"{finals[n]['bits_per_byte']:.3f}"),
         ("  experts (or FFN) silenced", lambda n: f"{finals[n]['without_experts']:.3f}"),
@@ -492,7 +495,7 @@ def summarize(runs: dict[str, Training], finals: dict[str, Any], session: Sessio
     session.say(f"the experts are worth {worth:.3f} bits per byte")
     if "dense" in finals:
         gain = finals["dense"]["bits_per_byte"] - moe["bits_per_byte"]
-        ratio = moe["seconds"] / runs["moe"].step / (finals["dense"]["seconds"] / runs["dense"].step)
+        ratio = moe["step_seconds"] / finals["dense"]["step_seconds"]
         session.say(
             f"against the dense model: {abs(gain):.3f} bits per byte {'better' if gain >= 0 else 'worse'}, "
             f"at {ratio:.2f} times the time per step"

@@ -496,13 +496,32 @@ class TestMemory:
             assert 0.9 * limit < max(sizes - exempt) <= limit
             assert exempt <= sizes  # so the profiler does see what kernels allocate
 
+    def test_frozen_parameters_get_no_gradient(self):
+        """The gradient of each leaf by itself is that of all together, and frozen experts cost no memory."""
+        config, params = small(8, bias=True, activation="geglu")
+        x = torch.randn(9, 6, dtype=D)
+        leaves, spec = torch.utils._pytree.tree_flatten((x, params))
 
-def _allocations(loss, params, x) -> set[int]:
+        def loss(*leaves):
+            x, params = torch.utils._pytree.tree_unflatten(list(leaves), spec)
+            return sum(_loss(params, x, config))
+
+        together = grad(loss, tuple(range(len(leaves))))(*leaves)
+        for i, expected in enumerate(together):
+            torch.testing.assert_close(grad(loss, i)(*leaves), expected, rtol=0, atol=0)
+        config, params = small(64, 2, model_dim=24, hidden_dim=16, dtype=torch.float32)
+        x = torch.randn(64, 24)
+        assert params.experts.w_in.nbytes in _allocations(lambda p, x: sum(_loss(p, x, config)), params, x)
+        frozen = _allocations(lambda x, p: sum(_loss(p, x, config)), x, params)
+        assert params.experts.w_in.nbytes not in frozen
+
+
+def _allocations(loss, trained, frozen) -> set[int]:
     """Bytes of every allocation of a forward and backward pass."""
-    leaves, spec = torch.utils._pytree.tree_flatten(params)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+    leaves, spec = torch.utils._pytree.tree_flatten(trained)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     with torch.profiler.profile(profile_memory=True, acc_events=True) as recorded:
-        torch.autograd.grad(loss(torch.utils._pytree.tree_unflatten(leaves, spec), x), leaves)
+        torch.autograd.grad(loss(torch.utils._pytree.tree_unflatten(leaves, spec), frozen), leaves)
     events = recorded.profiler.kineto_results.events()
     return {event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0}
 

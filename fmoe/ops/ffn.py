@@ -76,7 +76,8 @@ def _backward_composition(
     written: Tensor,
     experts: int,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
     """The transpose of `_composition`, from x and the weights alone, so that z needs no derivative."""
     rows, act = order.shape[0], ACTIVATIONS[activation]
     out_groups = torch.cat([groups[:, :2], written.unsqueeze(1)], dim=1)
@@ -92,11 +93,15 @@ def _backward_composition(
     dw = rowdot(torch.ones(x.shape[0], 1, dtype=x.dtype, device=x.device), score, index).to(w.dtype)
     weight = expand(torch.ones(x.shape[0], 1, dtype=x.dtype, device=x.device), index, w, rows)  # [N,1]
     dz = dact(gh * weight)
-    dx = combine(gmm_t(dz, w_in, groups), index, torch.ones_like(w))
-    dw_in, dw_out = gmm_dw(xs, dz, out_groups, experts), gmm_dw(h * weight, gs, out_groups, experts)
-    db_in = x.new_zeros(0) if b_in is None else gmm_dw(ones, dz, out_groups, experts).squeeze(1)
-    db_out = x.new_zeros(0) if b_out is None else gmm_dw(weight, gs, out_groups, experts).squeeze(1)
-    return dx, dw, dw_in, db_in, dw_out, db_out
+    made = (
+        lambda: combine(gmm_t(dz, w_in, groups), index, torch.ones_like(w)),
+        lambda: dw,
+        lambda: gmm_dw(xs, dz, out_groups, experts),
+        lambda: gmm_dw(ones, dz, out_groups, experts).squeeze(1),
+        lambda: gmm_dw(h * weight, gs, out_groups, experts),
+        lambda: gmm_dw(weight, gs, out_groups, experts).squeeze(1),
+    )
+    return tuple(make() if need else x.new_zeros(0) for make, need in zip(made, needs, strict=True))
 
 
 def _activation_and_transpose(act: Any, z: Tensor) -> tuple[Tensor, Any]:
@@ -120,15 +125,14 @@ def _slope(act: Any, z: Tensor, grad: Tensor) -> Tensor:
 
 
 def _ffn_backward_rule(saved: Saved, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    x, w, w_in, b_in, w_out, b_out, index, order, groups, activation, keep = saved.args
+    x, _, w_in, b_in, _, _, index, order, groups, activation, keep = saved.args
     (z,) = saved.outputs
     if not keep:
         z = up(gather_rows(x, index, order.shape[0]), w_in, b_in, groups)
-    experts = w_in.shape[0]
-    out = ffn_backward(grad, x, w, w_in, b_in, w_out, b_out, z, index, order, groups, groups[:, 2], experts, activation)
-    dx, dw, dw_in, db_in, dw_out, db_out = out
-    db_in, db_out = None if b_in is None else db_in, None if b_out is None else db_out
-    return dx, dw, dw_in, db_in, dw_out, db_out, None, None, None, None, None
+    needs = list(saved.needs[:6])
+    routing = (index, order, groups, groups[:, 2])
+    made = ffn_backward(grad, *saved.args[:6], z, *routing, w_in.shape[0], activation, needs)
+    return (*(part if need else None for part, need in zip(made, needs, strict=True)), None, None, None, None, None)
 
 
 def _second_backward_rule(saved: Saved, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -155,11 +159,11 @@ def _ffn_fake(x, w, w_in, b_in, w_out, b_out, index, order, groups, activation, 
     return x.new_empty(x.shape[0], w_out.shape[2]), x.new_empty(rows, w_in.shape[2])
 
 
-def _ffn_backward_fake(grad, x, w, w_in, b_in, w_out, b_out, z, index, order, groups, written, experts, activation):  # type: ignore[no-untyped-def]
-    def stacked(p: Tensor | None) -> Tensor:
-        return x.new_empty(0) if p is None else p.new_empty(experts, *p.shape[1:])
-
-    return torch.empty_like(x), torch.empty_like(w), stacked(w_in), stacked(b_in), stacked(w_out), stacked(b_out)
+def _ffn_backward_fake(grad, x, w, w_in, b_in, w_out, b_out, z, index, order, groups, written, experts, act, needs):  # type: ignore[no-untyped-def]
+    shapes = [x.shape, w.shape] + [None if p is None else (experts, *p.shape[1:]) for p in (w_in, b_in, w_out, b_out)]
+    dtypes = [x.dtype, w.dtype, *[x.dtype] * 4]
+    wanted = zip(shapes, dtypes, needs, strict=True)
+    return tuple(x.new_empty(shape if need else (0,), dtype=dtype) for shape, dtype, need in wanted)
 
 
 def _fold_routing(batch: int, dims: Any, parts: Any, shared: bool, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,14 +197,14 @@ def _ffn_vmap(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tens
 def _ffn_backward_vmap(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     grad, x, w = (batch_first(arg, dim, batch) for arg, dim in zip(args[:3], dims[:3], strict=True))
     z, written = batch_first(args[7], dims[7], batch), batch_first(args[11], dims[11], batch)
-    experts, activation = args[12:]
+    experts, activation, needs = args[12:]
     count = args[3].shape[0] if dims[3] is None else args[3].shape[0 if dims[3] else 1]
     parameters, shared = _fold_parameters(batch, dims[3:7], args[3:7])
     routing = _fold_routing(batch, dims[8:11], args[8:11], shared, count)
     step = torch.arange(batch, device=written.device).mul(experts).unsqueeze(1)
     out = ffn_backward(
         grad.flatten(0, 1), x.flatten(0, 1), w.flatten(0, 1), *parameters, z.flatten(0, 1),
-        *routing, (written + step).flatten(), batch * experts, activation,
+        *routing, (written + step).flatten(), batch * experts, activation, needs,
     )  # fmt: skip
     return tuple(part.unflatten(0, (batch, part.shape[0] // batch)) for part in out), (0,) * 6
 
@@ -218,7 +222,7 @@ ffn = define(
 )
 ffn_backward = define(
     "ffn_backward(Tensor grad, Tensor x, Tensor w, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor z, "
-    "Tensor index, Tensor order, Tensor groups, Tensor written, SymInt experts, str activation) "
+    "Tensor index, Tensor order, Tensor groups, Tensor written, SymInt experts, str activation, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_composition,
     cpu=ffn_backward_cpu,

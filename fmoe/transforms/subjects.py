@@ -231,7 +231,8 @@ def _ffn_backward_subject() -> Subject:
         z = gmm(expand(x, _INDEX, torch.ones_like(w), T * K), w_in.flatten(2), _GROUPS)
         parameters = (w_in.flatten(2), None, w_out, None)
         routing = (_INDEX, _ORDER, _GROUPS, _GROUPS[:, 2])
-        dx, dw, dw_in, _, dw_out, _ = ffn_backward(grad, x, w, *parameters, z, *routing, E, "swiglu")
+        needs = [True, True, True, False, True, False]
+        dx, dw, dw_in, _, dw_out, _ = ffn_backward(grad, x, w, *parameters, z, *routing, E, "swiglu", needs)
         return dx, dw, dw_in, dw_out
 
     def plain(grad: Tensor, x: Tensor, w: Tensor, w_in: Tensor, w_out: Tensor) -> Any:

@@ -106,17 +106,22 @@ def ffn_backward_cpu(
     written: Tensor,
     experts: int,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, w, w_in, b_in, w_out and b_out (empty for a bias that is None)."""
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """Gradients of x, w, w_in, b_in, w_out and b_out; empty where `needs` says no."""
     act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), _compute_dtype(x.dtype)
     dim, hidden, out_dim = w_in.shape[2], w_out.shape[1], w_out.shape[2]
     tiles = cut(groups.tolist(), written.tolist(), experts, compute)
     up_t, down_t = Stack(w_in, compute).transposed(), Stack(w_out, compute).transposed()
     source, dy = x.to(compute).contiguous(), grad.to(compute).contiguous()
     token, weight = _tokens_and_weights(order, w, compute)
-    dx, score = torch.zeros(x.shape, dtype=total), torch.zeros(order.shape[0], dtype=total)
-    dw_in, dw_out = Sums(experts, w_in), Sums(experts, w_out)
-    db_in, db_out = Sums(experts, b_in), Sums(experts, b_out)
+    need_x, need_w, *need_parameters = needs
+    dx = torch.zeros(x.shape if need_x else (0,), dtype=total)
+    score = torch.zeros(order.shape[0] if need_w else 0, dtype=total)
+    dw_in, db_in, dw_out, db_out = (
+        Sums(experts, p) if need and p is not None else None
+        for p, need in zip((w_in, b_in, w_out, b_out), need_parameters, strict=True)
+    )
     xs, gs, dxs = (Scratch(tiles, d, compute) for d in (x.shape[1], out_dim, x.shape[1]))
     hs, ghs, spares = (Scratch(tiles, hidden, compute) for _ in range(3))
     dzs = Scratch(tiles, dim, compute)
@@ -126,10 +131,11 @@ def ffn_backward_cpu(
         z_n, scale = tile.take(z, dz_n), tile.take(weight, dz_n)
         tile.matmul(g_n, down_t, gh_n)
         _activate(act, z_n, h_n)
-        dot = torch.sum(torch.mul(gh_n, h_n, out=spare), 1, dtype=total)
-        if b_out is not None:
-            dot += tile.dot_bias(g_n, b_out)
-        tile.put(dot, score)
+        if need_w:
+            dot = torch.sum(torch.mul(gh_n, h_n, out=spare), 1, dtype=total)
+            if b_out is not None:
+                dot += tile.dot_bias(g_n, b_out)
+            tile.put(dot, score)
         gh_n.mul_(scale)
         h_n.mul_(scale)
         if act.gated:
@@ -139,14 +145,20 @@ def ffn_backward_cpu(
             torch.mul(gh_n, spare, out=dz_n[:, hidden:])
         else:
             act.backward_into(gh_n, z_n, dz_n)
-        tile.matmul(dz_n, up_t, dx_n)
-        tile.add_products(x_n, dz_n, dw_in)
-        tile.add_products(h_n, g_n, dw_out)
-        if b_in is not None:
+        if need_x:
+            tile.matmul(dz_n, up_t, dx_n)
+            tile.add_to_tokens(dx_n.to(total), token, dx)
+        if dw_in is not None:
+            tile.add_products(x_n, dz_n, dw_in)
+        if dw_out is not None:
+            tile.add_products(h_n, g_n, dw_out)
+        if db_in is not None:
             tile.add_rows(dz_n, db_in)
-        if b_out is not None:
+        if db_out is not None:
             tile.add_rows(g_n.mul_(scale), db_out)
-        tile.add_to_tokens(dx_n.to(total), token, dx)
-    rows = index.clamp(min=0).flatten()
-    dw = torch.where(index >= 0, score.index_select(0, rows).view(index.shape), 0).to(w.dtype)
-    return dx.to(x.dtype), dw, dw_in.out(), db_in.out(), dw_out.out(), db_out.out()
+    dw = torch.zeros(0, dtype=w.dtype)
+    if need_w:
+        rows = index.clamp(min=0).flatten()
+        dw = torch.where(index >= 0, score.index_select(0, rows).view(index.shape), 0).to(w.dtype)
+    sums = (x.new_zeros(0) if each is None else each.out() for each in (dw_in, db_in, dw_out, db_out))
+    return dx.to(x.dtype), dw, *sums

@@ -185,11 +185,9 @@ class Sums:
     segments is summed in fp32 and rounded once.
     """
 
-    def __init__(self, experts: int, like: Tensor | None):
-        self.like = torch.empty(0) if like is None else like
-        shape = (0,) if like is None else (experts, *like.shape[1:])
-        self.result = torch.empty(shape, dtype=self.like.dtype)
-        self.total = accumulation_dtype(self.like.dtype)
+    def __init__(self, experts: int, like: Tensor):
+        self.result = torch.empty(experts, *like.shape[1:], dtype=like.dtype)
+        self.total = accumulation_dtype(like.dtype)
         self.wide: dict[int, Tensor] = {}  # sums of the matrices that have more than one segment
         self.seen: set[int] = set()
 
