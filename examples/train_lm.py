@@ -140,7 +140,7 @@ def option(default: Any, parse: Callable[[str], Any], text: str, *, fixed: bool 
 class Options:
     """Everything that shapes a run. `--resume` takes what the command line leaves out from the checkpoint."""
 
-    steps: int = option(600, whole(1), "optimizer steps")
+    steps: int = option(500, whole(1), "optimizer steps")
     batch: int = option(16, whole(1), "sequences in a step", fixed=True)
     length: int = option(128, whole(1), "bytes in a sequence", fixed=True)
     dim: int = option(128, whole(1), "width of the model", fixed=True)
