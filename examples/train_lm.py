@@ -2,7 +2,7 @@
 
     python examples/train_lm.py --out runs/demo
 
-reads the Python standard library's own source, trains for about two minutes on two cores, and prints
+reads the Python standard library's own source, trains for a minute or two on two cores, and prints
 the loss as it falls, the bits per byte of text it has not seen, the same with the experts silenced
 ("the experts are worth ... bits"), and a page of Python as the model would write it.
 
