@@ -189,7 +189,7 @@ def measure(
             for runner in turn if done % 2 == 0 else reversed(turn):  # so that neighbours change too
                 times[runner.name].append(once(runner, train))
             done += 1
-        others = (_others_seconds() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
+        others = max(0.0, _others_seconds() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
     finally:
         gc.enable()
     return {name: np.array(each) for name, each in times.items()}, others

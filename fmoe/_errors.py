@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 
 
@@ -28,3 +29,13 @@ def refuse(call: str, problems: Iterable[str]) -> None:
     if len(found) == 1:
         raise ValueError(f"{call}: {found[0]}")
     raise ValueError("\n  ".join([f"{call}: {len(found)} arguments do not fit.", *found]))
+
+
+def is_whole(number: object, least: int) -> bool:
+    """Whether `number` is an integer of any kind (but not a bool) and at least `least`.
+
+    Example:
+        >>> is_whole(2, 1), is_whole(True, 1), is_whole(2.0, 1)
+        (True, False, False)
+    """
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool) and number >= least  # type: ignore[operator]

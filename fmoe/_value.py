@@ -63,6 +63,8 @@ def value(cls: type[T]) -> type[T]:
         unflatten,
         flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"fmoe.{cls.__name__}",
+        to_dumpable_context=_to_json,
+        from_dumpable_context=_from_json,
     )
     optree.register_pytree_node(
         cls,  # type: ignore[arg-type]
@@ -73,6 +75,19 @@ def value(cls: type[T]) -> type[T]:
     )
     cls.__repr__ = _repr  # type: ignore[method-assign]
     return cls
+
+
+def _to_json(context: Any) -> Any:
+    """A context as JSON, for torch.export.save: tuples as lists, dtypes by name."""
+    if isinstance(context, tuple):
+        return [_to_json(item) for item in context]
+    return {"dtype": str(context).removeprefix("torch.")} if isinstance(context, torch.dtype) else context
+
+
+def _from_json(context: Any) -> Any:
+    if isinstance(context, list):
+        return tuple(_from_json(item) for item in context)
+    return getattr(torch, context["dtype"]) if isinstance(context, dict) else context
 
 
 def _repr(self: Any) -> str:

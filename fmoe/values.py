@@ -9,14 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from ._value import static, value
 
 
-def cast_leaves(tree: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same tree after ``tensor.to(*args, **kwargs)`` on every leaf."""
-    return optree.tree_map(lambda leaf: leaf.to(*args, **kwargs), tree)
+def cast_leaves(tree: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
+    """The same tree on `device`, with its floating leaves in `dtype`."""
+
+    def cast(leaf: Tensor) -> Tensor:
+        return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+
+    return optree.tree_map(cast, tree)
 
 
 @value
@@ -65,9 +70,9 @@ class MoEParams:
     router: RouterParams
     experts: Any
 
-    def to(self, *args: Any, **kwargs: Any) -> MoEParams:
-        """The same parameters after ``tensor.to(*args, **kwargs)`` on every leaf."""
-        return cast_leaves(self, *args, **kwargs)
+    def to(self, dtype: torch.dtype | None = None, *, device: torch.device | str | None = None) -> MoEParams:
+        """The same parameters on `device`, with floating leaves in `dtype`."""
+        return cast_leaves(self, dtype, device)
 
 
 @value

@@ -5,8 +5,12 @@ A reference such as ``pytorch#172439`` is the public report of the fault.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
+from fractions import Fraction
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -119,7 +123,7 @@ class TestRouterNumerics:
             c = config.replace(router=router)
             return grad(lambda p: fmoe.moe(p, x, c)[0].square().sum())(params).router.weight.abs().max()
 
-        assert fmoe.TopK(1).normalize is False
+        assert fmoe.TopK(1).normalized is False
         assert slope(fmoe.TopK(1)) > 1e-3
         assert slope(fmoe.TopK(1, normalize=True)) < 1e-15
 
@@ -524,6 +528,139 @@ def _allocations(loss, trained, frozen) -> set[int]:
         torch.autograd.grad(loss(torch.utils._pytree.tree_unflatten(leaves, spec), frozen), leaves)
     events = recorded.profiler.kineto_results.events()
     return {event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0}
+
+
+class TestReviewed:
+    """Corners in which a reviewer found other values."""
+
+    def test_huge_and_tiny_factors(self):
+        config, params = small()
+        x, mask = torch.randn(7, 6, dtype=D), torch.ones(7, dtype=torch.bool)
+        for factor in (sys.maxsize, 1e18, math.inf, 4):
+            assert int(fmoe.moe(params, x, config, capacity=factor, mask=mask)[1].dropped) == 0
+        assert fmoe.Capacity(Fraction(1, 10**7)).of(tokens=100, k=1, num_experts=2) == 1
+        assert fmoe.Capacity(np.float64(1.25)) == fmoe.Capacity(1.25)
+        assert repr(fmoe.TopK(np.int64(2))) == repr(fmoe.TopK(2))
+
+    def test_autocast_leaves_float64_alone(self):
+        config, params = small()
+        x = torch.randn(7, 6, dtype=D)
+        expected = fmoe.moe(params, x, config)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(fmoe.moe(params, x, config)[0], expected)
+
+    def test_autocast_does_not_reach_into_kernels(self):
+        x, w, sizes = torch.randn(6, 32), torch.randn(2, 32, 8), torch.tensor([2, 4])
+        config, params = small(dtype=torch.float32)
+        leaves = [leaf.requires_grad_() for leaf in torch.utils._pytree.tree_leaves(params)]
+        expected = fmoe.grouped_matmul(x, w, sizes)
+        y = fmoe.moe(params, x[:, :6], config)[0].sum()
+        slopes = torch.autograd.grad(y, leaves, retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(fmoe.grouped_matmul(x, w, sizes), expected)
+            again = torch.autograd.grad(y, leaves)
+        assert torch.equal(again[1], slopes[1])  # w_in: made by the kernel alone
+
+    def test_entropy_of_a_certain_router(self):
+        """A softmax entry that underflows has entropy 0 and gradient 0, not NaN."""
+        slope = grad(lambda w: F.gate(fmoe.RouterParams(w), torch.ones(1, 1), fmoe.TopK(1)).aux.entropy)
+        assert torch.equal(slope(torch.tensor([[200.0, 0.0]])), torch.zeros(1, 2))
+
+    def test_padding_of_a_batch_does_not_meet_nan(self):
+        """An expert without tokens gets gradient 0, whatever its weights hold, in every dtype and path."""
+        for dtype in (torch.bfloat16, D):
+            config, params = small(k=3, dtype=dtype)
+            params = dataclasses.replace(params, router=fmoe.RouterParams(torch.zeros(6, 4, dtype=dtype)))
+            params.experts.w_out[3] = math.nan
+            params.experts.w_in[3] = math.nan
+            slopes = grad(lambda p, x, c=config: fmoe.moe(p, x, c)[0].sum())(params, torch.randn(7, 6).to(dtype))
+            for leaf in torch.utils._pytree.tree_leaves(slopes.experts):
+                assert torch.isfinite(leaf[:3]).all()
+                assert torch.equal(leaf[3], torch.zeros_like(leaf[3]))
+
+    def test_nan_of_one_token_stays_with_its_experts(self):
+        x = torch.tensor([[math.nan, 0.0, 0.0], [0.0, 0.0, 5.0]], dtype=D)
+        values = torch.ones(3, 3, 3, dtype=D)
+
+        def loss(values, layout):
+            tokens = F.dispatch(x, routed(x, fmoe.TopK(1), capacity=2.0), layout=layout)
+            return F.expert_apply(values, tokens, fn=lambda w, rows: (rows @ w).tanh()).data.sum()
+
+        for layout in ("ragged", "padded"):
+            slopes = grad(lambda v, layout=layout: loss(v, layout))(values)
+            assert slopes.isnan().flatten(1).any(1).tolist() == [True, False, False]
+
+    def test_an_exported_program_with_values_saves_and_loads(self, tmp_path):
+        config, params = small(layout="padded", capacity=1.0)
+        x = torch.randn(5, 6, dtype=D)
+
+        class Layer(torch.nn.Module):
+            def forward(self, params, x):
+                return fmoe.moe(params, x, config)[0]
+
+        torch.export.save(torch.export.export(Layer(), (params, x)), tmp_path / "layer.pt2")
+        again = torch.export.load(tmp_path / "layer.pt2").module()
+        torch.testing.assert_close(again(params, x), fmoe.moe(params, x, config)[0])
+
+    def test_choices_left_open_stay_open(self):
+        """Replacing k or the capacity resolves what was not chosen anew."""
+        config, _ = small(fn=lambda p, rows: p * rows)
+        assert dataclasses.replace(config.router, k=1).normalized is False
+        params = fmoe.MoEParams(fmoe.RouterParams(torch.randn(6, 4, dtype=D)), torch.ones(4))
+        x = torch.randn(5, 6, dtype=D)
+        y = vmap(lambda x: fmoe.moe(params, x, config, capacity=1.0)[0])(x[None])
+        torch.testing.assert_close(y[0], fmoe.moe(params, x, config.replace(capacity=1.0))[0])
+
+    def test_double_backward_under_saved_tensor_hooks(self):
+        config, params = small()
+        x = torch.randn(5, 6, dtype=D)
+
+        def penalty(w):
+            p = dataclasses.replace(params, experts=dataclasses.replace(params.experts, w_in=w))
+            (slope,) = torch.autograd.grad(fmoe.moe(p, x, config)[0].square().sum(), w, create_graph=True)
+            return slope.square().sum()
+
+        w = params.experts.w_in.requires_grad_()
+        (expected,) = torch.autograd.grad(penalty(w), w)
+        (again,) = torch.autograd.grad(checkpoint(penalty, w, use_reentrant=False), w)
+        with torch.autograd.graph.save_on_cpu():
+            (offloaded,) = torch.autograd.grad(penalty(w), w)
+        torch.testing.assert_close(again, expected)
+        torch.testing.assert_close(offloaded, expected)
+
+    def test_vmap_over_no_samples(self):
+        config, params = small(capacity=1.0)
+        xs = torch.zeros(0, 3, 6, dtype=D)
+        y, aux = vmap(lambda x: fmoe.moe(params, x, config))(xs)
+        assert (y.shape, aux.counts.shape) == ((0, 3, 6), (0, 4))
+        slopes = vmap(grad(lambda p, x: fmoe.moe(p, x, config)[0].sum()), (None, 0))(params, xs)
+        assert slopes.experts.w_in.shape == (0, 4, 6, 2, 5)
+
+    def test_meta_tensors_have_shapes(self):
+        config, params = small()
+        y, aux = fmoe.moe(params.to(device="meta"), torch.empty(7, 6, dtype=D, device="meta"), config)
+        assert (y.shape, y.device.type, aux.counts.shape) == ((7, 6), "meta", (4,))
+
+    def test_experts_in_a_row_of_other_widths(self):
+        x = torch.randn(5, 6, dtype=D)
+        routing = routed(torch.randn(5, 4, dtype=D), fmoe.TopK(2))
+        first = fmoe.ExpertParams(torch.randn(4, 6, 5, dtype=D), torch.randn(4, 5, 3, dtype=D))
+        second = fmoe.ExpertParams(torch.randn(4, 3, 7, dtype=D), torch.randn(4, 7, 2, dtype=D))
+        for layout in ("ragged", "padded"):
+            tokens = F.expert_apply(first, F.dispatch(x, routing, layout=layout), activation="relu")
+            y = F.combine(F.expert_apply(second, tokens, activation="silu"), routing)
+            expected = torch.zeros(5, 2, dtype=D)
+            for t in range(5):
+                for j, e in enumerate(routing.experts[t].tolist()):
+                    row = (x[t] @ first.w_in[e]).relu() @ first.w_out[e]
+                    row = torch.nn.functional.silu(row @ second.w_in[e]) @ second.w_out[e]
+                    expected[t] += routing.weights[t, j] * row
+            torch.testing.assert_close(y, expected)
+
+    def test_integer_leaves_keep_their_dtype(self):
+        params = fmoe.MoEParams(fmoe.RouterParams(torch.zeros(2, 2)), {"scale": torch.ones(2), "id": torch.arange(2)})
+        assert params.to(D).experts["id"].dtype == torch.int64
+        assert params.to(D).experts["scale"].dtype == D
 
 
 class TestLayouts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -126,11 +127,42 @@ CASES = {
     ),
     "groups": (
         lambda: gate(groups=2),
-        "gate: groups=2, but it must be at least 1 and divide T=5; or give the sizes.",
+        "gate: groups=2, but it must be at least 1 and divide T=5; or give sizes.",
     ),
     "group sizes": (
         lambda: gate(groups=[3, 3]),
-        "gate: groups=[3, 3], but sizes must be at least 0 and add up to T=5.",
+        "gate: groups=[3, 3], but sizes must be whole, at least 0 and add up to T=5.",
+    ),
+    "group sizes not whole": (
+        lambda: gate(groups=[2.5, 2.5]),
+        "gate: groups=[2.5, 2.5], but sizes must be whole, at least 0 and add up to T=5.",
+    ),
+    "groups not whole": (
+        lambda: gate(groups=1.0),
+        "gate: groups=1.0, but it must be at least 1 and divide T=5; or give sizes.",
+    ),
+    "mask is a list": (
+        lambda: gate(mask=[True] * 5),
+        "gate: mask is a list, but it must be bool of x's leading shape [5], True to keep.",
+    ),
+    "router parameters": (
+        lambda: gate(router_params=ROUTER.weight),
+        "gate: router_params is a Tensor: give an fmoe.RouterParams(weight).",
+    ),
+    "routing shapes": (
+        lambda: F.dispatch(X, dataclasses.replace(ROUTING, weights=ROUTING.weights.t(), slots=ROUTING.slots[:, :1])),
+        "dispatch: 2 arguments do not fit.\n"
+        "  routing.weights is f32[2,5], but T=5 and K=2 make it [5, 2].\n"
+        "  routing.slots is i64[5,1], but T=5 and K=2 make it [5, 2].",
+    ),
+    "routing capacity": (
+        lambda: F.dispatch(X, dataclasses.replace(ROUTING, capacity=3)),
+        "dispatch: routing.slots gives an expert 5 rows, but routing.capacity is 3.",
+    ),
+    "weights of other shape": (
+        lambda: F.combine(TOKENS, dataclasses.replace(ROUTING, weights=ROUTING.weights.t())),
+        "combine: tokens were dispatched with T,K=[5, 2] and E=4, but routing has T,K=[2, 5] and E=4: give the same "
+        "routing to both.",
     ),
     "other tokens": (
         lambda: F.dispatch(torch.zeros(4, 6), ROUTING),

@@ -13,7 +13,18 @@ ROOT = pathlib.Path(fmoe.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 #: Who may import whom, lowest first: a part imports parts above it in this list, and itself.
-LAYERS = ["_errors", "_typing", "_value", "values", "ops", "functional", "transforms", "__init__", "__main__"]
+LAYERS = [
+    "_autocast",
+    "_errors",
+    "_typing",
+    "_value",
+    "values",
+    "ops",
+    "functional",
+    "transforms",
+    "__init__",
+    "__main__",
+]
 
 
 def part_of(path: pathlib.Path) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from .._errors import refuse
+from .._errors import is_whole, refuse
 
 _AS_NEEDED = "as_needed"
+_DIGITS = 10**6  # factors are exact to six decimals
 
 
 @dataclass(frozen=True)
@@ -55,24 +57,26 @@ class Capacity:
         if self.factor == _AS_NEEDED:
             if self.minimum:
                 problems.append(f'minimum={self.minimum!r}, but factor="as_needed" has no minimum: leave it out.')
-            if self.maximum is not None and not _is_count(self.maximum):
+            if self.maximum is not None and not is_whole(self.maximum, 0):
                 problems.append(f"maximum={self.maximum!r}, but it must be a whole number of at least 0, or None.")
         else:
-            number = isinstance(self.factor, (int, float, Fraction)) and not isinstance(self.factor, bool)
+            number = isinstance(self.factor, numbers.Real) and not isinstance(self.factor, bool)
             if not number or not self.factor >= 0:  # type: ignore[operator]
                 problems.append(
                     f'factor={self.factor!r}, but it must be a number of at least 0, or "as_needed"; '
                     "capacity=None drops nothing."
                 )
-            if not _is_count(self.minimum):
+            if not is_whole(self.minimum, 0):
                 problems.append(f"minimum={self.minimum!r}, but it must be a whole number of at least 0.")
             if self.maximum is not None:
                 problems.append(f'maximum={self.maximum!r} goes with factor="as_needed" only: leave it out.')
         refuse("Capacity", problems)
         if not self.as_needed and not math.isinf(self.factor):  # type: ignore[arg-type]
-            # whole numbers, which torch.compile can follow; small enough for int64 arithmetic on counts
-            exact = Fraction(repr(self.factor)) if isinstance(self.factor, float) else Fraction(self.factor)
-            exact = exact.limit_denominator(10**6)
+            # whole numbers, which torch.compile can follow
+            given = self.factor if isinstance(self.factor, numbers.Rational) else repr(float(self.factor))
+            exact = Fraction(given).limit_denominator(_DIGITS)
+            if self.factor > 0:  # type: ignore[operator]
+                exact = max(exact, Fraction(1, _DIGITS))
             object.__setattr__(self, "ratio", (exact.numerator, exact.denominator))
 
     @property
@@ -80,24 +84,26 @@ class Capacity:
         """Whether the capacity follows the load."""
         return self.factor == _AS_NEEDED
 
+    def _per_token(self, k: int, num_experts: int) -> tuple[int, int]:
+        """``min(factor * K / E, 1)`` as a fraction: counts times its numerator stay far from 2^63."""
+        assert self.ratio is not None
+        denominator = self.ratio[1] * num_experts
+        return min(self.ratio[0] * k, denominator), denominator
+
     def of(self, *, tokens: int, k: int, num_experts: int) -> int:
         """C_g for a group of `tokens` tokens; an upper bound of it if as needed."""
         if self.ratio is None:
             return tokens if self.maximum is None else min(tokens, self.maximum)
-        numerator, denominator = self.ratio
-        return min(tokens, max(self.minimum, -(-numerator * k * tokens // (denominator * num_experts))))
+        numerator, denominator = self._per_token(k, num_experts)
+        return min(tokens, max(self.minimum, -(-numerator * tokens // denominator)))
 
     def of_counts(self, tokens: Tensor, *, k: int, num_experts: int) -> Tensor:
         """`of` for a tensor of token counts."""
         if self.ratio is None:
             return tokens if self.maximum is None else tokens.clamp(max=self.maximum)
-        numerator, denominator = self.ratio[0] * k, self.ratio[1] * num_experts
+        numerator, denominator = self._per_token(k, num_experts)
         wanted = (tokens * numerator + denominator - 1).div(denominator, rounding_mode="floor")
         return torch.minimum(tokens, wanted.clamp(min=self.minimum))
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def as_capacity(capacity: Capacity | float | Fraction | str | None) -> Capacity | None:

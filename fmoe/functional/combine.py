@@ -43,10 +43,10 @@ def combine(tokens: Tokens, routing: Routing, *, spec: Any = None) -> Tensor:
         Shazeer et al. (arXiv 1701.06538, equation 1).
     """
     problems = []
-    if tokens.index.shape != routing.experts.shape or tokens.num_experts != routing.num_experts:
+    if tokens.index.shape != routing.weights.shape or tokens.num_experts != routing.num_experts:
         problems.append(
             f"tokens were dispatched with T,K={list(tokens.index.shape)} and E={tokens.num_experts}, but routing has "
-            f"T,K={list(routing.experts.shape)} and E={routing.num_experts}: give the same routing to both."
+            f"T,K={list(routing.weights.shape)} and E={routing.num_experts}: give the same routing to both."
         )
     if spec is not None:
         problems.append(f"spec={spec!r}: this version runs on one device, so spec must be None.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._errors import refuse
+from .._errors import is_whole, refuse
 from .._typing import ExpertFn
 from ..ops.activations import ACTIVATIONS
 from .capacity import Capacity, as_capacity
@@ -58,11 +58,11 @@ class MoEConfig:
         problems = []
         for name in ("num_experts", "model_dim", "hidden_dim"):
             size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not is_whole(size, 1):
                 problems.append(f"{name}={size!r}, but it must be a whole number of at least 1.")
         if not isinstance(self.router, TopK):
             problems.append(f"router={self.router!r}, but it must be a router, such as fmoe.TopK(2).")
-        elif isinstance(self.num_experts, int) and self.router.k > self.num_experts >= 1:
+        elif is_whole(self.num_experts, 1) and self.router.k > self.num_experts:
             problems.append(
                 f"k={self.router.k} > num_experts={self.num_experts}: choose k from 1 to {self.num_experts}."
             )
@@ -75,8 +75,6 @@ class MoEConfig:
             problems.append(f"dtype={self.dtype!r}, but it must be a floating dtype or None.")
         refuse("MoEConfig", problems)
         object.__setattr__(self, "capacity", as_capacity(self.capacity))
-        if self.layout is None:
-            object.__setattr__(self, "layout", "ragged" if self.capacity is None else "padded")
 
     def replace(self, **changes: Any) -> MoEConfig:
         """A copy with some fields changed, checked again."""

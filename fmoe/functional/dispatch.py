@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +52,14 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
         problems.append(f"layout={layout!r}: choose one of {', '.join(map(repr, LAYOUTS))}.")
     if spec is not None:
         problems.append(f"spec={spec!r}: this version runs on one device, so spec must be None.")
+    tokens, k = math.prod(routing.shape), routing.experts.shape[-1]
+    for name in ("experts", "weights", "slots"):
+        part = getattr(routing, name)
+        if tuple(part.shape) != (tokens, k):
+            problems.append(f"routing.{name} is {type_text(part)}, but T={tokens} and K={k} make it {[tokens, k]}.")
     refuse("dispatch", problems)
-    index, order, groups = row_index(routing.experts, routing.slots, routing.num_experts)
+    most = tokens * k if routing.capacity is None else routing.capacity
+    index, order, groups = row_index(routing.experts, routing.slots, routing.num_experts, most)
     return Tokens(
         index,
         order,

@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .._autocast import autocast_dtype
 from .._errors import refuse
 from .._typing import ExpertFn, dtype_text, type_text
 from ..ops.activations import ACTIVATIONS
@@ -60,8 +61,7 @@ def expert_apply(
         refuse("expert_apply", [f"spec={spec!r}: this version runs on one device, so spec must be None."])
     if fn is not None:
         return _apply_function(expert_params, tokens, fn)
-    device = tokens.index.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast_dtype(tokens.held)
     if dtype is not None and isinstance(expert_params, ExpertParams):
         expert_params = cast_leaves(expert_params, dtype)
     _check(expert_params, tokens, activation, dtype or tokens.held.dtype)
@@ -118,7 +118,7 @@ def _check(params: Any, tokens: Tokens, activation: str, dtype: torch.dtype) -> 
         refuse("expert_apply", [f"activation={activation!r}: choose one of {names}, or give your own fn."])
     if not isinstance(params, ExpertParams):
         refuse("expert_apply", [f"expert_params is a {type(params).__name__}: without fn it must be an ExpertParams."])
-    experts, dim, gated = tokens.num_experts, tokens.held.shape[-1], ACTIVATIONS[activation].gated
+    experts, dim, gated = tokens.num_experts, tokens.dim, ACTIVATIONS[activation].gated
     hidden = params.w_in.shape[-1]
     want = {
         "w_in": [experts, dim, 2, hidden] if gated else [experts, dim, hidden],

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import refuse
+from .._autocast import without_autocast
+from .._errors import is_whole, refuse
 from .._typing import accumulation_dtype, dtype_text, type_text
 from ..ops.routing import assign_slots, top_k
 from ..values import Aux, RouterParams, Routing
@@ -71,6 +72,8 @@ def gate(
     References:
         Shazeer et al. (arXiv 1701.06538, section 2.1); GShard (arXiv 2006.16668, algorithm 1).
     """
+    if not isinstance(router_params, RouterParams):
+        refuse("gate", [f"router_params is a {type(router_params).__name__}: give an fmoe.RouterParams(weight)."])
     weight = router_params.weight
     _check(weight, x, router, noise=noise, mask=mask, token_ids=token_ids, bias=bias, spec=spec)
     shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]
@@ -103,9 +106,7 @@ def _logits(x: Tensor, weight: Tensor, keep: Tensor | None) -> Tensor:
     dtype = accumulation_dtype(x.dtype, weight.dtype)
     if keep is not None:
         x = torch.where(keep[:, None], x, 0)  # before the product: 0 * NaN would reach the weight's gradient
-    if not torch.is_autocast_enabled(x.device.type):
-        return x.to(dtype) @ weight.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         return x.to(dtype) @ weight.to(dtype)
 
 
@@ -113,7 +114,7 @@ def _weights(router: TopK, logits: Tensor, probs: Tensor, experts: Tensor) -> Te
     if router.order == "topk_softmax":
         return logits.gather(1, experts).softmax(dim=-1)
     weights = probs.gather(1, experts)
-    return weights / weights.sum(dim=-1, keepdim=True) if router.normalize else weights
+    return weights / weights.sum(dim=-1, keepdim=True) if router.normalized else weights
 
 
 def _capacity(
@@ -194,14 +195,13 @@ def _mean_over_groups(
 
 
 def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
-    if isinstance(groups, int):
-        if groups < 1 or tokens % groups:
-            refuse("gate", [f"groups={groups}, but it must be at least 1 and divide T={tokens}; or give the sizes."])
-        return [tokens // groups] * groups
-    sizes = [int(size) for size in groups]
-    if not sizes or min(sizes) < 0 or sum(sizes) != tokens:
-        refuse("gate", [f"groups={sizes}, but sizes must be at least 0 and add up to T={tokens}."])
-    return sizes
+    if isinstance(groups, Sequence):
+        if not groups or not all(is_whole(size, 0) for size in groups) or sum(groups) != tokens:
+            refuse("gate", [f"groups={groups!r}, but sizes must be whole, at least 0 and add up to T={tokens}."])
+        return [int(size) for size in groups]
+    if not is_whole(groups, 1) or tokens % groups:
+        refuse("gate", [f"groups={groups!r}, but it must be at least 1 and divide T={tokens}; or give sizes."])
+    return [tokens // int(groups)] * int(groups)
 
 
 def _check(
@@ -235,9 +235,10 @@ def _check(
         problems.append(
             f"noise is {type_text(noise)}, but it must be x's leading shape and E: {[*x.shape[:-1], weight.shape[1]]}."
         )
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]):
+        found = type_text(mask) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         problems.append(
-            f"mask is {type_text(mask)}, but it must be bool of x's leading shape {list(x.shape[:-1])}, True to keep."
+            f"mask is {found}, but it must be bool of x's leading shape {list(x.shape[:-1])}, True to keep."
         )
     for name, given in (("token_ids", token_ids), ("bias", bias)):
         if given is not None:

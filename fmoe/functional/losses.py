@@ -52,7 +52,7 @@ def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -
 
 def balance_of(mean: Tensor, counts: Tensor) -> Tensor:
     """`balance_loss` from the mean softmax ``[E]``."""
-    return torch.dot(counts.to(mean.dtype), mean) * mean.shape[0] / counts.sum().clamp(min=1)
+    return (counts.to(mean.dtype) * mean).sum() * mean.shape[0] / counts.sum().clamp(min=1)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -122,4 +122,5 @@ def router_entropy(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
         >>> router_entropy(torch.full((3, 4), 0.25))
         tensor(1.3863)
     """
-    return mean_over_tokens(torch.special.entr(probs).sum(-1), mask)
+    tiny = torch.finfo(probs.dtype).tiny  # log(0) has no gradient
+    return mean_over_tokens(-(probs * probs.clamp(min=tiny).log()).sum(-1), mask)

@@ -44,12 +44,13 @@ def moe(
     References:
         Shazeer et al., "Outrageously large neural networks" (arXiv 1701.06538).
     """
-    gate_arguments.setdefault("capacity", config.capacity)
+    capacity = gate_arguments.setdefault("capacity", config.capacity)
+    layout = config.layout or ("ragged" if capacity is None else "padded")
     routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)
     experts, h = params.experts, x
     if config.dtype is not None:
         h, experts = x.to(config.dtype), cast_leaves(experts, config.dtype)
-    tokens = dispatch(h, routing, layout=config.layout, spec=spec)
+    tokens = dispatch(h, routing, layout=layout, spec=spec)
     tokens = expert_apply(experts, tokens, activation=config.activation, fn=config.fn, spec=spec)
     y = combine(tokens, routing, spec=spec)
     assert routing.aux is not None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .._errors import refuse
+from .._errors import is_whole, refuse
 
 Order = Literal["softmax_topk", "topk_softmax"]
 Scope = Literal["global", "group"]
@@ -42,7 +42,7 @@ class TopK:
 
     Example:
         >>> TopK(2)
-        TopK(k=2, order='softmax_topk', normalize=True, noise_std=1.0, scope='global')
+        TopK(k=2, order='softmax_topk', normalize=None, noise_std=1.0, scope='global')
 
     References:
         Switch Transformer (arXiv 2101.03961, section 2.1); GShard (arXiv 2006.16668, section 2.2);
@@ -57,8 +57,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         problems = []
-        whole = isinstance(self.k, int) and not isinstance(self.k, bool)
-        if not whole or self.k < 1:
+        if not is_whole(self.k, 1):
             problems.append(f"k={self.k!r}, but k must be a whole number of at least 1.")
         if self.order not in get_args(Order):
             problems.append(f"order={self.order!r}: choose one of {', '.join(map(repr, get_args(Order)))}.")
@@ -71,8 +70,14 @@ class TopK:
         if self.scope not in get_args(Scope):
             problems.append(f"scope={self.scope!r}: choose one of {', '.join(map(repr, get_args(Scope)))}.")
         refuse("TopK", problems)
+        object.__setattr__(self, "k", int(self.k))
+
+    @property
+    def normalized(self) -> bool:
+        """Whether the weights of a token add up to 1."""
         if self.normalize is None:
-            object.__setattr__(self, "normalize", self.order == "topk_softmax" or self.k > 1)
+            return self.order == "topk_softmax" or self.k > 1
+        return self.normalize
 
     def rows(self, tokens: int) -> int:
         """The static bound on dispatched rows: ``tokens * k``."""

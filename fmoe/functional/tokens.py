@@ -68,6 +68,11 @@ class Tokens:
         return held
 
     @property
+    def dim(self) -> int:
+        """M of `data`."""
+        return self.held.shape[-1] if self.experts is None else self.experts.w_out.shape[-1]
+
+    @property
     def data(self) -> Tensor:
         """The rows as they stand in the layout: ``[N,M]`` or ``[E,C,M]``."""
         if self.rows is not None:
@@ -93,13 +98,16 @@ class Tokens:
         return dataclasses.replace(self, x=None, experts=None, rows=rows)
 
     def any_row(self) -> Tensor:
-        """``[M]``: some row that is dispatched, without gradient; ones if there is none."""
-        first = self.order[:1].clamp(min=0)
+        """``[M]``: the first finite row that is dispatched, without gradient; ones if there is none."""
         if self.x is not None and self.experts is None:
-            row = self.x.detach().index_select(0, first.div(self.index.shape[1], rounding_mode="floor"))
+            rows, dispatched = self.x.detach(), (self.index >= 0).any(1)
         else:
-            row = self.ragged_rows().detach()[:1]
-        return torch.where(self.order[:1] >= 0, row, 1).sum(0) if self.order.shape[0] else row.new_ones(row.shape[-1])
+            rows, dispatched = self.ragged_rows().detach(), self.order >= 0
+        if not rows.shape[0]:
+            return rows.new_ones(rows.shape[1])
+        usable = (dispatched & rows.isfinite().all(1)).to(torch.int64)
+        first = usable.argmax(0, keepdim=True)
+        return torch.where(usable.gather(0, first) > 0, rows.index_select(0, first), 1).squeeze(0)
 
     def _padded(self, ragged: Tensor) -> Tensor:
         rows = gather_rows(ragged, self.padded_slot(), self.num_experts * self.width())

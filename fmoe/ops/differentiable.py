@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._autocast import without_autocast
+
 #: Part of every op's name. Raise it when a derivative or shape rule changes: the disk cache of
 #: AOTAutograd knows an op by its name alone and would go on using the old rule.
 NAMESPACE = "fmoe_v1"
@@ -45,6 +47,9 @@ PRIVATE_NAMES = (
     "torch._functorch.autograd_function.custom_function_call_vmap_helper",
     "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
     "torch._VF._unpack_dual",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._push_saved_tensors_default_hooks",
 )
 
 
@@ -70,6 +75,9 @@ def _private(name: str) -> Any:
     _vmap_helper,
     _current_interpreter,
     _unpack_dual,
+    _top_hooks,
+    _pop_hooks,
+    _push_hooks,
 ) = map(_private, PRIVATE_NAMES)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -124,8 +132,8 @@ class FuncOp:
         self.backward, self.jvp, self.composition = backward, jvp, composition
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        _library.impl(self.name, cpu or reference, "CPU")
-        _library.impl(self.name, reference, "CUDA")
+        _library.impl(self.name, _plain(cpu or reference, "cpu"), "CPU")
+        _library.impl(self.name, _plain(reference, "cuda"), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=_library)
         autograd = _autograd_kernel(self.op, backward, jvp, composition, saves) if backward else _below(self.op)
         _library.impl(self.name, autograd, "Autograd", with_keyset=True)
@@ -137,6 +145,16 @@ class FuncOp:
 
     def __repr__(self) -> str:
         return f"FuncOp({self.schema!r})"
+
+
+def _plain(kernel: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The kernel with autocast off: it computes in the dtypes it is given, as compiled kernels do."""
+
+    def run(*args: Any) -> Any:
+        with without_autocast(device):
+            return kernel(*args)
+
+    return run
 
 
 def _below(op: Any) -> Callable[..., Any]:
@@ -249,6 +267,20 @@ def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Lifts the hooks of checkpointing and offloading, under which torch.func refuses to run."""
+    lifted = []
+    while (hooks := _top_hooks(True)) is not None:
+        lifted.append(hooks)
+        _pop_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(lifted):
+            _push_hooks(*hooks)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
-from .differentiable import Saved, batch_first
+from .differentiable import Saved, batch_first, without_saved_tensor_hooks
 from .grouped import fold_groups, gmm, gmm_dw, gmm_t
 from .kernels.cpu_ffn import ffn_backward_cpu, ffn_cpu
 from .rearrange import combine, expand, fold_index, rowdot
@@ -146,7 +146,8 @@ def _second_backward_rule(saved: Saved, *grads: Tensor | None) -> tuple[Any, ...
             full[i] = item
         return _backward_composition(*full)
 
-    outputs, pull = torch.func.vjp(transpose, *(args[i] for i in places))  # type: ignore[misc]
+    with without_saved_tensor_hooks():
+        outputs, pull = torch.func.vjp(transpose, *(args[i] for i in places))  # type: ignore[misc]
     cotangents = [torch.zeros_like(out) if g is None else g for out, g in zip(outputs, grads, strict=True)]
     result: list[Any] = [None] * len(args)
     for i, g in zip(places, pull(tuple(cotangents)), strict=True):
@@ -191,7 +192,7 @@ def _ffn_vmap(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tens
     parameters, shared = _fold_parameters(batch, dims[2:6], args[2:6])
     routing = _fold_routing(batch, dims[6:9], args[6:9], shared, experts)
     y, z = ffn(x.flatten(0, 1), w.flatten(0, 1), *parameters, *routing, *args[9:])
-    return (y.unflatten(0, (batch, x.shape[1])), z.unflatten(0, (batch, z.shape[0] // batch))), (0, 0)
+    return (y.unflatten(0, (batch, x.shape[1])), z.unflatten(0, (batch, args[7].shape[-1] if args[10] else 0))), (0, 0)
 
 
 def _ffn_backward_vmap(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -206,7 +207,9 @@ def _ffn_backward_vmap(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[t
         grad.flatten(0, 1), x.flatten(0, 1), w.flatten(0, 1), *parameters, z.flatten(0, 1),
         *routing, (written + step).flatten(), batch * experts, activation, needs,
     )  # fmt: skip
-    return tuple(part.unflatten(0, (batch, part.shape[0] // batch)) for part in out), (0,) * 6
+    sizes = x.shape[1], x.shape[1], *[experts] * 4
+    parts = zip(out, sizes, needs, strict=True)
+    return tuple(part.unflatten(0, (batch, size if need else 0)) for part, size, need in parts), (0,) * 6
 
 
 ffn = define(

@@ -70,7 +70,8 @@ def _groups_from_sizes_reference(sizes: Tensor, rows: int) -> Tensor:
 
 
 def _groups_from_sizes_rule(batch: int, dims: tuple[Any, ...], sizes: Tensor, rows: int) -> tuple[Tensor, int]:
-    return torch.stack([groups_from_sizes(entry, rows) for entry in batch_first(sizes, dims[0], batch)]), 0
+    each = [groups_from_sizes(entry, rows) for entry in batch_first(sizes, dims[0], batch)]
+    return torch.stack(each) if each else sizes.new_empty(0, sizes.shape[-1], 3, dtype=torch.int64), 0
 
 
 def _gmm_backward(saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:

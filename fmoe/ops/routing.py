@@ -52,7 +52,7 @@ def _assign_slots_reference(
     size, count = num_experts + 1, len(groups)  # one more expert takes the choices of no expert
     device = experts.device
     by_choice = experts.transpose(1, 2)  # [B,K,T]: first choices first
-    flat = torch.cat([part.reshape(batch, -1) for part in by_choice.split(groups, dim=2)], dim=1)  # queue order
+    flat = torch.cat([part.flatten(1) for part in by_choice.split(groups, dim=2)], dim=1)  # queue order
     base = torch.arange(batch * count, device=device).mul(size).view(batch, count)
     base = base.repeat_interleave(torch.tensor([k * g for g in groups], device=device), dim=1)
     key = (torch.where(flat >= 0, flat, num_experts) + base).flatten()
@@ -65,8 +65,8 @@ def _assign_slots_reference(
     kept = torch.minimum(sizes, limit)
     before = kept.cumsum(1) - kept  # kept by earlier groups
     taken = (rank < limit.flatten()[key]) & (flat.flatten() >= 0)
-    slots = torch.where(taken, rank + before.flatten()[key], -1).view(batch, -1)
-    pieces = [part.view(batch, k, -1) for part in slots.split([k * g for g in groups], dim=1)]
+    slots = torch.where(taken, rank + before.flatten()[key], -1).view(flat.shape)
+    pieces = [part.view(batch, k, g) for part, g in zip(slots.split([k * g for g in groups], 1), groups, strict=True)]
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), sizes[:, :, :num_experts].sum(1)
 
 
@@ -90,10 +90,10 @@ def _assign_slots_cpu(experts: Tensor, capacity: Tensor, groups: list[int], num_
 def _assign_slots_rule(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     experts, capacity = (batch_first(arg, dim, batch) for arg, dim in zip(args[:2], dims[:2], strict=True))
     slots, counts = assign_slots(experts.flatten(0, 1), capacity.flatten(0, 1), *args[2:])
-    return (slots.unflatten(0, (batch, -1)), counts.unflatten(0, (batch, -1))), (0, 0)
+    return (slots.view(experts.shape), counts.view(*experts.shape[:2], counts.shape[1])), (0, 0)
 
 
-def _row_index_reference(experts: Tensor, slots: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _row_index_reference(experts: Tensor, slots: Tensor, num_experts: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
     flat, slot = experts.flatten(), slots.flatten()
     kept = slot >= 0
     (choice,) = kept.nonzero(as_tuple=True)
@@ -109,17 +109,19 @@ def _row_index_reference(experts: Tensor, slots: Tensor, num_experts: int) -> tu
         order[row] = choice
     if int((order >= 0).sum()) != choice.numel():
         _refuse_slots()
+    if sizes.numel() and int(sizes.max()) > most:
+        _refuse_load(int(sizes.max()), most)
     index = torch.full_like(flat, -1)
     index[choice] = row
     groups = torch.stack([first, last, torch.arange(num_experts, device=flat.device)], dim=1)
     return index.view(experts.shape), order, groups
 
 
-def _row_index_cpu(experts: Tensor, slots: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _row_index_cpu(experts: Tensor, slots: Tensor, num_experts: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Nothing dropped: numpy on whole arrays, a third of the calls."""
     ids, slot = experts.numpy().ravel(), slots.numpy().ravel()
     if not ids.size or slot.min() < 0 or ids.min() < 0 or ids.max() >= num_experts:
-        return _row_index_reference(experts, slots, num_experts)
+        return _row_index_reference(experts, slots, num_experts, most)
     sizes = np.bincount(ids, minlength=num_experts)
     last = np.cumsum(sizes)
     index = (last - sizes)[ids] + slot
@@ -128,6 +130,8 @@ def _row_index_cpu(experts: Tensor, slots: Tensor, num_experts: int) -> tuple[Te
         order[index] = np.arange(ids.size)
     if order.min() < 0:
         _refuse_slots()
+    if sizes.max() > most:
+        _refuse_load(int(sizes.max()), most)
     groups = np.stack([last - sizes, last, np.arange(num_experts)], axis=1)
     return torch.from_numpy(index).view(experts.shape), torch.from_numpy(order), torch.from_numpy(groups)
 
@@ -146,9 +150,16 @@ def _refuse_slots() -> None:
     refuse("dispatch", ["routing.slots must number the rows kept by each expert 0, 1, 2, ... without gaps or repeats."])
 
 
+def _refuse_load(load: int, most: int) -> None:
+    refuse("dispatch", [f"routing.slots gives an expert {load} rows, but routing.capacity is {most}."])
+
+
 def _row_index_rule(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     experts, slots = (batch_first(arg, dim, batch) for arg, dim in zip(args[:2], dims[:2], strict=True))
-    each = [row_index(e, s, args[2]) for e, s in zip(experts, slots, strict=True)]
+    if not batch:
+        shapes = experts.shape, (0, experts.shape[1] * experts.shape[2]), (0, args[2], 3)
+        return tuple(experts.new_empty(shape) for shape in shapes), (0, 0, 0)
+    each = [row_index(e, s, *args[2:]) for e, s in zip(experts, slots, strict=True)]
     return tuple(torch.stack(parts) for parts in zip(*each, strict=True)), (0, 0, 0)
 
 
@@ -174,14 +185,17 @@ assign_slots = define(
 """``[B,T,K], [B,G] -> [B,T,K], [B,E]``: place of each choice in its expert's queue, and the loads."""
 
 row_index = define(
-    "row_index(Tensor experts, Tensor slots, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
+    "row_index(Tensor experts, Tensor slots, SymInt num_experts, SymInt most) -> (Tensor, Tensor, Tensor)",
     reference=_row_index_reference,
     cpu=_row_index_cpu,
-    fake=lambda experts, slots, num_experts: (
+    fake=lambda experts, slots, num_experts, most: (
         experts.new_empty(experts.shape),
         experts.new_empty(experts.numel()),
         experts.new_empty(num_experts, 3),
     ),
     vmap=_row_index_rule,
 )
-"""``[T,K], [T,K] -> [T,K], [N], [E,3]``: row of each choice, choice of each row (-1 past the last), groups."""
+"""``[T,K], [T,K] -> [T,K], [N], [E,3]``: row of each choice, choice of each row (-1 past the last), groups.
+
+Refuses ids out of range, slots that are not 0, 1, 2, ... and more than `most` rows of an expert.
+"""

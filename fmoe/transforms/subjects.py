@@ -160,7 +160,7 @@ def _routing_subjects() -> list[Subject]:
         return assign_slots(experts.unsqueeze(0), torch.full((1, 1), 2), [T], E)[0].squeeze(0)
 
     def rows(scores: Tensor) -> Tensor:
-        index, order, groups = row_index(top_k(scores, K), slots(scores), E)
+        index, order, groups = row_index(top_k(scores, K), slots(scores), E, T * K)
         return torch.cat([index.flatten(), order, groups.flatten()]).to(scores.dtype)
 
     return [

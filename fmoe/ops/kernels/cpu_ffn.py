@@ -143,6 +143,7 @@ def ffn_backward_cpu(
             torch.mul(gh_n, spare, out=dz_n[:, hidden:])
         else:
             act.backward_into(gh_n, z_n, dz_n)
+        tile.clear_padding(h_n, dz_n)
         if need_x:
             tile.matmul(dz_n, up_t, dx_n)
             tile.add_to_tokens(dx_n.to(total), token, dx)

@@ -56,6 +56,9 @@ class Tile:
         """The reverse of `take`."""
         rows[self.first : self.last] = part
 
+    def clear_padding(self, *parts: Tensor) -> None:
+        """Makes padding rows 0: weights may be NaN, and so may 0 times them."""
+
     def add_to_tokens(self, part: Tensor, token: Tensor, y: Tensor) -> None:
         """Adds each row to its token's row of y."""
         y.index_add_(0, token[self.first : self.last], part)
@@ -89,7 +92,7 @@ class Tile:
 class Batch(Tile):
     """All groups at once, each padded to the largest, one group for each matrix in their order.
 
-    Padding rows are 0 after `gather` and `take`, so they add nothing to any product.
+    Padding rows are 0 after `gather`, `take` and `clear_padding`, so they add nothing to any product.
     """
 
     def __init__(self, sizes: list[int], first: int):
@@ -112,6 +115,11 @@ class Batch(Tile):
 
     def put(self, part: Tensor, rows: Tensor) -> None:
         rows[self.first : self.last] = part.index_select(0, self.place)
+
+    def clear_padding(self, *parts: Tensor) -> None:
+        padding = torch.ones(self.size, dtype=torch.bool).index_fill_(0, self.place, False).nonzero().squeeze(1)
+        for part in parts:
+            part.index_fill_(0, padding, 0)
 
     def add_to_tokens(self, part: Tensor, token: Tensor, y: Tensor) -> None:
         super().add_to_tokens(part.index_select(0, self.place), token, y)

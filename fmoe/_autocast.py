@@ -1,0 +1,23 @@
+"""The one rule on autocast: experts compute in its dtype, as `torch.nn.Linear` does; nothing else changes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype autocast wants for `tensor`; None if it is off, or leaves the tensor alone (float64)."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return None if tensor.dtype == torch.float64 else torch.get_autocast_dtype(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    """A context in which autocast is off on `device`."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
