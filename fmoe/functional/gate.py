@@ -161,7 +161,7 @@ def _aux(
         load=load,
         entropy=router_entropy(probs, mask=keep),
         counts=counts,
-        dropped=((slots < 0) & (experts >= 0)).sum(),
+        dropped=((slots < 0) & (experts >= 0)).sum((0, 1)),
     )
 
 

@@ -15,7 +15,7 @@ def mean_over_tokens(rows: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return rows.mean(0) if rows.shape[0] else rows.sum(0)
     keep = mask.view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(keep, rows, 0).sum(0) / mask.sum().clamp(min=1)
+    return torch.where(keep, rows, 0).sum(0) / mask.sum(0).clamp(min=1)
 
 
 def squared_variation(mass: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def squared_variation(mass: Tensor) -> Tensor:
         >>> squared_variation(torch.tensor([3.0, 1.0]))
         tensor(0.2500)
     """
-    variance, mean = torch.var_mean(mass, correction=0)
-    return variance / torch.where(mean > 0, mean * mean, 1)
+    mean = mass.mean(0, keepdim=True)
+    return ((mass - mean) / torch.where(mean > 0, mean, 1)).square().mean(0)
 
 
 def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -
 
 def balance_of(mean: Tensor, counts: Tensor) -> Tensor:
     """`balance_loss` from the mean softmax ``[E]``."""
-    return (counts.to(mean.dtype) * mean).sum() * mean.shape[0] / counts.sum().clamp(min=1)
+    return (counts * (mean * mean.shape[0])).sum(0) / counts.sum(0).clamp(min=1)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
