@@ -64,7 +64,7 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
         index,
         order,
         groups,
-        x=x.reshape(-1, x.shape[-1]),
+        x=x.reshape(tokens, x.shape[-1]),
         layout=layout or "ragged",
         capacity=routing.capacity,
         dtype=x.dtype,
