@@ -121,14 +121,18 @@ def ffn_backward_cpu(
     wanted = zip((w_in, b_in, w_out, b_out), need_parameters, strict=True)
     dw_in, db_in, dw_out, db_out = (Sums(experts, p) if need and p is not None else None for p, need in wanted)
     xs, gs, dxs = (Scratch(tiles, d, compute) for d in (x.shape[1], out_dim, x.shape[1]))
-    hs, ghs, spares = (Scratch(tiles, hidden, compute) for _ in range(3))
+    hs, ghs, spares, openeds = (Scratch(tiles, hidden, compute) for _ in range(4))
     dzs = Scratch(tiles, dim, compute)
     for tile in tiles:
         x_n, g_n = tile.gather(source, token, xs(tile)), tile.gather(dy, token, gs(tile))
         h_n, gh_n, dz_n, dx_n, spare = hs(tile), ghs(tile), dzs(tile), dxs(tile), spares(tile)
         z_n, scale = tile.take(z, dz_n), tile.take(weight, dz_n)
         tile.matmul(g_n, down_t, gh_n)
-        _activate(act, z_n, h_n)
+        gate, value = z_n[:, :hidden], z_n[:, hidden:]  # without a gate, all of z and nothing
+        opened = openeds(tile) if act.gated else h_n
+        act.into(gate, opened)
+        if act.gated:
+            torch.mul(opened, value, out=h_n)
         if need_w:
             dot = torch.sum(torch.mul(gh_n, h_n, out=spare), 1, dtype=total)
             if b_out is not None:
@@ -137,12 +141,10 @@ def ffn_backward_cpu(
         gh_n.mul_(scale)
         h_n.mul_(scale)
         if act.gated:
-            gate, value = z_n[:, :hidden], z_n[:, hidden:]
             act.backward_into(torch.mul(gh_n, value, out=spare), gate, dz_n[:, :hidden])
-            act.into(gate, spare)
-            torch.mul(gh_n, spare, out=dz_n[:, hidden:])
+            torch.mul(gh_n, opened, out=dz_n[:, hidden:])
         else:
-            act.backward_into(gh_n, z_n, dz_n)
+            act.backward_into(gh_n, gate, dz_n)
         tile.clear_padding(h_n, dz_n)
         if need_x:
             tile.matmul(dz_n, up_t, dx_n)
