@@ -87,7 +87,8 @@ def ffn_cpu(
         _activate(act, z_n, h_n)
         tile.matmul(h_n, down, y_n)
         tile.add_bias(y_n, b_out)
-        tile.add_to_tokens(torch.mul(y_n, tile.take(weight, scaled(tile)), out=scaled(tile)), token, y)
+        weighted = scaled(tile).copy_(y_n).mul_(tile.take(weight, scaled(tile)))
+        tile.add_to_tokens(weighted, token, y)
     return y.to(x.dtype), z
 
 
