@@ -147,6 +147,13 @@ def test_matches_oracle(case):
         compare(config, x, seed, strides=strides, **arguments)
 
 
+def test_few_rows_in_strips():
+    """Wide matrices of which each expert has few rows, as in decoding."""
+    config = fmoe.MoEConfig(num_experts=6, model_dim=128, hidden_dim=192, bias=True)
+    with mock.patch.object(cpu_tiles, "FEW_ROWS", 0):
+        compare(config, torch.randn(7, 128, generator=torch.Generator().manual_seed(5)), seed=5)
+
+
 def kernels(tiled: bool):
     """The CPU kernels at sizes that reach all of their paths: one batch of small groups, or tiles of 3 rows."""
     return mock.patch.multiple(cpu_tiles, TILE=3, FEW_ROWS=0 if tiled else 16, SOME_ROWS=0 if tiled else 256)
