@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -14,6 +16,9 @@ from rich.table import Table
 
 from . import __version__
 from .ops.differentiable import TORCH_CHECKED
+
+if TYPE_CHECKING:
+    from .transforms.table import Cell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,36 +51,39 @@ def _transforms(
             if name not in known:
                 parser.error(f"no {what} {name!r}: choose from {', '.join(known)}")
     rows, names = rows or list(ROWS), names or list(every)
-    table = Table(title=f"fmoe {__version__}, torch {torch.__version__} (checked on {' to '.join(TORCH_CHECKED)})")
-    table.add_column("transform")
-    for name in names:
-        table.add_column(name.replace(" ", "\n"), justify="center")
-    counts = {"pass": 0, "torch": 0, "fail": 0}
-    problems = []
-    console = Console()
+    cells = {}
     with Progress(console=Console(stderr=True), transient=True) as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         task = progress.add_task("running", total=len(rows) * len(names))
         for row in rows:
-            marks = []
             for name in names:
                 progress.update(task, advance=1, description=f"{row} of {name}")
-                cell = run_cell(row, every[name], backend)
-                counts[cell.outcome] += 1
-                marks.append(
-                    {"pass": "[green]ok[/]", "torch": "[yellow]torch[/]", "fail": "[red]FAIL[/]"}[cell.outcome]
-                )
-                if cell.detail:
-                    problems.append(f"{row} of {name}: {cell.detail}")
-            table.add_row(row, *marks)
-    console.print(table)
+                cells[row, name] = run_cell(row, every[name], backend)
+    console = Console()
+    console.print(f"fmoe {__version__}, torch {torch.__version__} (checked on {' to '.join(TORCH_CHECKED)})")
+    fit = max(1, (console.width - 24) // 14)  # subjects side by side
+    for first in range(0, len(names), fit):
+        console.print(_table(rows, names[first : first + fit], cells))
+    counts = Counter(cell.outcome for cell in cells.values())
     console.print(
         f"{counts['pass']} ok, {counts['torch']} where plain torch fails too (torch), {counts['fail']} failed; "
         f"compile backend {backend}."
     )
-    for problem in problems:
-        console.print(problem, markup=False)
+    for (row, name), cell in cells.items():
+        if cell.detail:
+            console.print(f"{row} of {name}: {cell.detail}", markup=False)
     return 1 if counts["fail"] else 0
+
+
+def _table(rows: Sequence[str], names: Sequence[str], cells: Mapping[tuple[str, str], Cell]) -> Table:
+    marks = {"pass": "[green]ok[/]", "torch": "[yellow]torch[/]", "fail": "[red]FAIL[/]"}
+    table = Table()
+    table.add_column("transform", no_wrap=True)
+    for name in names:
+        table.add_column(name.replace(" ", "\n").replace("_", "_\n", 1), justify="center")
+    for row in rows:
+        table.add_row(row, *(marks[cells[row, name].outcome] for name in names))
+    return table
 
 
 def _backends() -> Sequence[str]:

@@ -16,6 +16,8 @@ ROUTER = fmoe.RouterParams(torch.zeros(6, 4))
 ROUTING = F.gate(ROUTER, X, fmoe.TopK(2))
 TOKENS = F.dispatch(X, ROUTING)
 SIZES = {"num_experts": 4, "model_dim": 6, "hidden_dim": 5}
+CONFIG = fmoe.MoEConfig(**SIZES)
+PARAMS = fmoe.init(CONFIG, seed=0)
 
 
 def experts(**shapes):
@@ -257,12 +259,23 @@ CASES = {
     "sizes inside vmap": (
         lambda: torch.func.vmap(lambda x: _own(x, layout="ragged"))(X[None]),
         "the number of rows of each expert is needed as a number, and inside a transform it has none: use "
-        'layout="padded".',
+        'layout="padded" and a capacity.',
     ),
     "width inside vmap": (
         lambda: torch.func.vmap(lambda x: _own(x, layout="padded"))(X[None]),
         "the largest load of an expert is needed as a number, and inside a transform it has none: give gate a "
-        'capacity factor or a maximum, or use layout="ragged".',
+        "capacity factor, or as_needed with a maximum.",
+    ),
+    "x is a list": (lambda: gate(x=[1, 2]), "gate: x is a list, but it must be a tensor [..., M]."),
+    "arguments in another order": (
+        lambda: fmoe.moe(X, PARAMS, CONFIG),
+        "moe: params is a Tensor: give an fmoe.MoEParams, as fmoe.init makes.",
+    ),
+    "parameters of another config": (
+        lambda: fmoe.moe(PARAMS, X, CONFIG.replace(num_experts=8, model_dim=5, hidden_dim=7)),
+        "moe: 2 arguments do not fit.\n"
+        "  params.router.weight is f32[6,4], but config has model_dim=5 and num_experts=8.\n"
+        "  params.experts.w_out is f32[4,5,6], but config has hidden_dim=7.",
     ),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import ast
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import fmoe
 
@@ -77,6 +78,12 @@ def test_modules_have_no_cycle():
     for name in graph:
         if name != "__init__":
             visit(name, [])
+
+
+def test_every_package_is_installed():
+    listed = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
+    assert set(listed) == found
 
 
 def test_only_one_file_defines_operators():

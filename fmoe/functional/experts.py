@@ -92,7 +92,7 @@ def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
         out = torch.func.vmap(fn)(params, torch.where(live, data, tokens.any_row()))
         _check_output(out, data)
         return dataclasses.replace(tokens, x=None, experts=None, rows=torch.where(live, out, 0))
-    with host_numbers("the number of rows of each expert", 'use layout="padded".'):
+    with host_numbers("the number of rows of each expert", 'use layout="padded" and a capacity.'):
         sizes = tokens.group_sizes.tolist()
     rows = tokens.ragged_rows()
     parts = rows.split([*sizes, rows.shape[0] - sum(sizes)])
@@ -119,7 +119,7 @@ def _check(params: Any, tokens: Tokens, activation: str, dtype: torch.dtype) -> 
     if not isinstance(params, ExpertParams):
         refuse("expert_apply", [f"expert_params is a {type(params).__name__}: without fn it must be an ExpertParams."])
     experts, dim, gated = tokens.num_experts, tokens.dim, ACTIVATIONS[activation].gated
-    hidden = params.w_in.shape[-1]
+    hidden = params.w_out.shape[1] if params.w_out.dim() == 3 else params.w_in.shape[-1]
     want = {
         "w_in": [experts, dim, 2, hidden] if gated else [experts, dim, hidden],
         "w_out": [experts, hidden, params.w_out.shape[-1]],

@@ -74,6 +74,8 @@ def gate(
     """
     if not isinstance(router_params, RouterParams):
         refuse("gate", [f"router_params is a {type(router_params).__name__}: give an fmoe.RouterParams(weight)."])
+    if not isinstance(x, Tensor):
+        refuse("gate", [f"x is a {type(x).__name__}, but it must be a tensor [..., M]."])
     weight = router_params.weight
     _check(weight, x, router, noise=noise, mask=mask, token_ids=token_ids, bias=bias, spec=spec)
     shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]

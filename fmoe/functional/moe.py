@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..values import Aux, MoEParams, cast_leaves
+from .._errors import refuse
+from .._typing import type_text
+from ..values import Aux, ExpertParams, MoEParams, cast_leaves
 from .combine import combine
 from .config import MoEConfig
 from .dispatch import dispatch
@@ -24,7 +26,7 @@ def moe(
         x: ``[..., M]`` tokens, any leading shape.
         config: sizes and choices.
         spec: a sharding spec; None for one device.
-        **gate_arguments: keyword arguments of `gate`: capacity, groups, noise, mask.
+        **gate_arguments: keyword arguments of `gate`: capacity (in place of the config's), groups, noise, mask.
 
     Returns:
         y, of x's shape and dtype, and the auxiliary losses and statistics.
@@ -44,6 +46,7 @@ def moe(
     References:
         Shazeer et al., "Outrageously large neural networks" (arXiv 1701.06538).
     """
+    _check(params, config)
     capacity = gate_arguments.setdefault("capacity", config.capacity)
     layout = config.layout or ("ragged" if capacity is None else "padded")
     routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)
@@ -55,3 +58,21 @@ def moe(
     y = combine(tokens, routing, spec=spec)
     assert routing.aux is not None
     return y.to(x.dtype), routing.aux
+
+
+def _check(params: MoEParams, config: MoEConfig) -> None:
+    if not isinstance(params, MoEParams):
+        refuse("moe", [f"params is a {type(params).__name__}: give an fmoe.MoEParams, as fmoe.init makes."])
+    problems, weight = [], params.router.weight
+    if tuple(weight.shape) != (config.model_dim, config.num_experts):
+        problems.append(
+            f"params.router.weight is {type_text(weight)}, but config has model_dim={config.model_dim} and "
+            f"num_experts={config.num_experts}."
+        )
+    if config.fn is None and isinstance(params.experts, ExpertParams):
+        w_out = params.experts.w_out
+        if w_out.dim() == 3 and w_out.shape[1] != config.hidden_dim:
+            problems.append(
+                f"params.experts.w_out is {type_text(w_out)}, but config has hidden_dim={config.hidden_dim}."
+            )
+    refuse("moe", problems)

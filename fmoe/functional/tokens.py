@@ -121,14 +121,12 @@ class Tokens:
         """C, the slots per expert of the padded layout."""
         if self.capacity is not None:
             return self.capacity
-        with host_numbers(
-            "the largest load of an expert", 'give gate a capacity factor or a maximum, or use layout="ragged".'
-        ):
+        with host_numbers("the largest load of an expert", "give gate a capacity factor, or as_needed with a maximum."):
             return int(self.group_sizes.max()) if self.num_experts else 0
 
     def padded_slot(self) -> Tensor:
         """``[N,1]``: the slot ``e*C + c`` of each ragged row, -1 past the last."""
-        row = torch.arange(self.order.shape[0], device=self.order.device)
+        row = torch.zeros_like(self.order) + torch.arange(self.order.shape[0], device=self.order.device)
         expert = torch.searchsorted(self.groups[:, 1].contiguous(), row, right=True).clamp(max=self.num_experts - 1)
         slot = expert * self.width() + row - self.groups[:, 0][expert]
         return torch.where(self.order >= 0, slot, -1).unsqueeze(1)
