@@ -268,7 +268,7 @@ def profile(runners: Sequence[Contender], train: bool, console: Console) -> None
     """Prints what each op takes, by its own time."""
     for runner in runners:
         once(runner, train)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        with torch.profiler.profile(acc_events=True, activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             for _ in range(PROFILED_RUNS):
                 once(runner, train)
         console.print(f"{runner.name}, {PROFILED_RUNS} runs:")

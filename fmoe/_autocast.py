@@ -11,13 +11,15 @@ from torch import Tensor
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype autocast wants for `tensor`; None if it is off, or leaves the tensor alone (float64)."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if tensor.dtype == torch.float64 or not _is_on(device):
         return None
-    return None if tensor.dtype == torch.float64 else torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device)
 
 
 def without_autocast(device: str) -> AbstractContextManager[None]:
     """A context in which autocast is off on `device`."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(device, enabled=False) if _is_on(device) else nullcontext()
+
+
+def _is_on(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch knows no autocast of meta tensors
