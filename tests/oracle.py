@@ -1,7 +1,7 @@
 """The one oracle: a slow loop over tokens in float64, written from the definition of the layer.
 
 Every result and every gradient of fmoe is compared with it. It shares no code with fmoe: capacity,
-queues, drops, losses and experts are restated here from DESIGN's equations in the plainest form.
+queues, drops, losses and experts are restated here from the equations in the plainest form.
 """
 
 from __future__ import annotations
