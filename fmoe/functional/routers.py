@@ -78,7 +78,3 @@ class TopK:
         if self.normalize is None:
             return self.order == "topk_softmax" or self.k > 1
         return self.normalize
-
-    def rows(self, tokens: int) -> int:
-        """The static bound on dispatched rows: ``tokens * k``."""
-        return tokens * self.k

@@ -19,11 +19,8 @@ from torch import Tensor
 
 from ..._typing import accumulation_dtype
 from ..activations import ACTIVATIONS, Activation
+from ..grouped import matmul_dtype
 from .cpu_tiles import Batch, Scratch, Stack, Sums, Tile, cut
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _tokens_and_weights(order: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -64,7 +61,7 @@ def ffn_cpu(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """``y [T,M]``, and the pre-activation ``z [N,D]`` if `keep` (else ``[0,D]``)."""
-    act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), _compute_dtype(x.dtype)
+    act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), matmul_dtype(x.dtype, x.device)
     spans, experts, dim = groups.tolist(), w_in.shape[0], w_in.shape[2]
     tiles = cut(spans, [matrix for *_, matrix in spans], experts, compute)
     up, down = Stack(w_in, compute), Stack(w_out, compute)
@@ -110,10 +107,10 @@ def ffn_backward_cpu(
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w, w_in, b_in, w_out and b_out; empty where `needs` says no."""
-    act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), _compute_dtype(x.dtype)
+    act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), matmul_dtype(x.dtype, x.device)
     dim, hidden, out_dim = w_in.shape[2], w_out.shape[1], w_out.shape[2]
     tiles = cut(groups.tolist(), written.tolist(), experts, compute)
-    up_t, down_t = Stack(w_in, compute).transposed(), Stack(w_out, compute).transposed()
+    up_t, down_t = Stack(w_in.transpose(1, 2), compute), Stack(w_out.transpose(1, 2), compute)
     source, dy = x.to(compute).contiguous(), grad.to(compute).contiguous()
     token, weight = _tokens_and_weights(order, w, compute)
     need_x, need_w, *need_parameters = needs

@@ -18,8 +18,6 @@ TILE = 1536
 #: all the time), or none more than `SOME_ROWS` and padding makes at most `PADDING` times the rows. In fp32 a
 #: batched matmul of more than 4 rows is slower than a loop.
 FEW_ROWS, SOME_ROWS, PADDING = 16, 256, 1.5
-
-
 #: A matmul of up to `FEWEST_ROWS` rows in fp32 only reads its matrix, and reads it a third faster in strips of
 #: `STRIP` rows, one small matmul each: a thread then reads whole rows, not its share of every row.
 FEWEST_ROWS, STRIP = 6, 32
@@ -34,10 +32,6 @@ class Stack:
         inner = w.shape[1]
         in_strips = dtype == torch.float32 and inner % STRIP == 0 and inner > STRIP and self.all.is_contiguous()
         self.strips = self.all.unflatten(1, (-1, STRIP)).unbind(0) if in_strips else None
-
-    def transposed(self) -> Stack:
-        """Each matrix transposed."""
-        return Stack(self.all.transpose(1, 2), self.all.dtype)
 
 
 class Tile:
