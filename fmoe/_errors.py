@@ -39,3 +39,23 @@ def is_whole(number: object, least: int) -> bool:
         (True, False, False)
     """
     return isinstance(number, numbers.Integral) and not isinstance(number, bool) and number >= least  # type: ignore[operator]
+
+
+class ProgramError(ValueError):
+    """A program that is not well typed."""
+
+
+class TraceError(ValueError):
+    """A function that cannot be captured as a program."""
+
+
+class PlanError(ValueError):
+    """A plan that is not available for this layer on this mesh."""
+
+
+class SpecError(ValueError):
+    """A sharding spec that does not fit."""
+
+
+class CollectiveError(RuntimeError):
+    """An exchange between ranks that failed: a rank did not take part, or took part with other shapes."""

@@ -45,12 +45,15 @@ class ExpertParams:
     ======== =================== ========================== ====================================
 
     The hidden dim is the last one of ``w_in``: a slice of a gated expert along it has both halves.
+    `sharded` is None for whole experts, or (E, H) where the leaves are one rank's part of them, as
+    `fmoe.local` makes.
     """
 
     w_in: Tensor
     w_out: Tensor
     b_in: Tensor | None = None
     b_out: Tensor | None = None
+    sharded: tuple[int, int] | None = static(default=None)
 
 
 @value
@@ -58,7 +61,7 @@ class MoEParams:
     """All parameters of one MoE layer.
 
     `experts` is an `ExpertParams`, or any pytree of stacked leaves ``[E,...]`` for a user's own
-    expert function.
+    expert function; then `sharded` is E where its leaves are one rank's part, as `fmoe.local` makes.
 
     Example:
         >>> import fmoe
@@ -69,6 +72,7 @@ class MoEParams:
 
     router: RouterParams
     experts: Any
+    sharded: int | None = static(default=None)
 
     def to(self, dtype: torch.dtype | None = None, *, device: torch.device | str | None = None) -> MoEParams:
         """The same parameters on `device`, with floating leaves in `dtype`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -104,6 +105,13 @@ class Capacity:
         numerator, denominator = self._per_token(k, num_experts)
         wanted = (tokens * numerator + denominator - 1).div(denominator, rounding_mode="floor")
         return torch.minimum(tokens, wanted.clamp(min=self.minimum))
+
+
+def slots_bound(rule: Capacity | None, sizes: list[int]) -> Callable[[int, int], int | None]:
+    """Of (K, E): the slots per expert that suffice for groups of these sizes, or None if the data decides."""
+    if rule is None or (rule.as_needed and rule.maximum is None):
+        return lambda k, num_experts: None
+    return lambda k, num_experts: sum(rule.of(tokens=size, k=k, num_experts=num_experts) for size in sizes)
 
 
 def as_capacity(capacity: Capacity | float | Fraction | str | None) -> Capacity | None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from .._errors import refuse
 from ..ops import rearrange
 from ..ops.ffn import ffn
+from ..trace import recorder, under_spec
 from ..values import Routing
+from .specs import spec_problems
 from .tokens import Tokens, flat_experts
 
 
@@ -48,9 +50,19 @@ def combine(tokens: Tokens, routing: Routing, *, spec: Any = None) -> Tensor:
             f"tokens were dispatched with T,K={list(tokens.index.shape)} and E={tokens.num_experts}, but routing has "
             f"T,K={list(routing.weights.shape)} and E={routing.num_experts}: give the same routing to both."
         )
-    if spec is not None:
-        problems.append(f"spec={spec!r}: this version runs on one device, so spec must be None.")
+    problems += spec_problems(spec)
     refuse("combine", problems)
+    writer = recorder()
+    if writer is not None:
+        params = (("shape", routing.shape), ("dtype", tokens.dtype), ("spec", spec))
+        return writer.record("combine", [tokens.held, routing.weights], params, ["y"])[0]
+    if spec is not None:
+        if tokens.spec != spec or tokens.x is None or tokens.experts is None:
+            refuse("combine", ["spec= was given: give the same spec to dispatch and expert_apply."])
+        exchanged: Tensor = under_spec("combine")(tokens, routing, spec=spec)
+        return exchanged
+    if tokens.spec is not None:
+        refuse("combine", ["tokens were dispatched under a spec: give combine the same spec=."])
     if tokens.x is not None and tokens.experts is not None:
         p = flat_experts(tokens.experts)
         keep = torch.is_grad_enabled()  # the pre-activation, for backward

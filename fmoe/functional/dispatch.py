@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._errors import refuse
 from .._typing import dtype_text, type_text
 from ..ops.routing import row_index
+from ..trace import Recorder, recorder
 from ..values import Routing
+from .specs import spec_problems
 from .tokens import Tokens
 
 LAYOUTS = ("ragged", "padded")
@@ -50,14 +53,21 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
         problems.append(f"x is {dtype_text(x.dtype)}, but it must be floating.")
     if layout is not None and layout not in LAYOUTS:
         problems.append(f"layout={layout!r}: choose one of {', '.join(map(repr, LAYOUTS))}.")
-    if spec is not None:
-        problems.append(f"spec={spec!r}: this version runs on one device, so spec must be None.")
+    problems += spec_problems(spec)
     tokens, k = math.prod(routing.shape), routing.experts.shape[-1]
     for name in ("experts", "weights", "slots"):
         part = getattr(routing, name)
         if tuple(part.shape) != (tokens, k):
             problems.append(f"routing.{name} is {type_text(part)}, but T={tokens} and K={k} make it {[tokens, k]}.")
     refuse("dispatch", problems)
+    writer = recorder()
+    if writer is not None:
+        return _record(writer, x, routing, layout, spec)
+    if spec is not None:
+        nothing = routing.experts.new_empty(routing.num_experts, 3)
+        return Tokens(
+            routing.experts, nothing, nothing, x=x, layout=layout or "", capacity=routing.capacity, dtype=x.dtype, spec=spec
+        )
     most = tokens * k if routing.capacity is None else routing.capacity
     index, order, groups = row_index(routing.experts, routing.slots, routing.num_experts, most)
     return Tokens(
@@ -69,3 +79,19 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
         capacity=routing.capacity,
         dtype=x.dtype,
     )
+
+
+def _record(writer: Recorder, x: Tensor, routing: Routing, layout: str | None, spec: Any) -> Tokens:
+    params = (
+        ("layout", layout),
+        ("num_experts", routing.num_experts),
+        ("capacity", routing.capacity),
+        ("spec", spec),
+    )
+    (rows,) = writer.record("dispatch", [x, routing.experts, routing.slots], params, ["tokens"])
+    with writer.paused():
+        index = torch.empty_like(routing.experts)
+        order = index.new_empty(index.numel())
+        groups = index.new_empty(routing.num_experts, 3)
+    writer.hide(rows, index, order, groups)
+    return Tokens(index, order, groups, rows=rows, layout="ragged", capacity=routing.capacity, dtype=x.dtype)

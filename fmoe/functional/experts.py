@@ -8,14 +8,46 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .._autocast import autocast_dtype
 from .._errors import refuse
 from .._typing import ExpertFn, dtype_text, type_text
 from ..ops.activations import ACTIVATIONS
 from ..ops.differentiable import host_numbers
+from ..trace import Recorder, recorder
 from ..values import ExpertParams, cast_leaves
+from .specs import spec_problems
 from .tokens import Tokens, apply_experts
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFunction:
+    """An expert function that says which dim of each of its parameters is the hidden one.
+
+    Under a plan with r > 1 each of r ranks applies the function to a slice of the parameters along that
+    dim, and the results are added up: ``fn(whole, x)`` must be the sum over slices of ``fn(slice, x)``.
+
+    Args:
+        fn: ``fn(params_of_one_expert, rows [n,M]) -> [n,M]``.
+        hidden: a tree like params_of_one_expert with the hidden dim of each leaf (of one expert's leaf,
+            so without the dim of experts).
+
+    Example:
+        >>> fn = ExpertFunction(lambda p, x: (x @ p["a"]).relu() @ p["b"], hidden={"a": 1, "b": 0})
+        >>> fn({"a": torch.ones(2, 3), "b": torch.ones(3, 2)}, torch.ones(1, 2))
+        tensor([[6., 6.]])
+    """
+
+    fn: ExpertFn
+    hidden: Any
+
+    def __call__(self, params: Any, rows: Tensor) -> Tensor:
+        """Applies the function."""
+        return self.fn(params, rows)
+
+    def __hash__(self) -> int:
+        return hash(self.fn)
 
 
 def expert_apply(
@@ -57,8 +89,14 @@ def expert_apply(
     References:
         Shazeer, "GLU variants improve Transformer" (arXiv 2002.05202) for swiglu and geglu.
     """
+    refuse("expert_apply", spec_problems(spec))
+    writer = recorder()
+    if writer is not None:
+        return _record(writer, expert_params, tokens, activation, fn, spec)
     if spec is not None:
-        refuse("expert_apply", [f"spec={spec!r}: this version runs on one device, so spec must be None."])
+        if tokens.spec is None or tokens.experts is not None:
+            refuse("expert_apply", ["spec= was given: give the same spec to dispatch, and apply experts once."])
+        return dataclasses.replace(tokens, experts=expert_params, activation=activation, fn=fn)
     if fn is not None:
         return _apply_function(expert_params, tokens, fn)
     dtype = autocast_dtype(tokens.held)
@@ -72,18 +110,34 @@ def expert_apply(
     return dataclasses.replace(tokens, x=held, experts=expert_params, activation=activation)
 
 
-def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
-    leaves, treespec = optree.tree_flatten(params)
-    wrong = [
-        leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.dim() < 1 or leaf.shape[0] != tokens.num_experts
-    ]
+def _record(writer: Recorder, params: Any, tokens: Tokens, activation: str, fn: ExpertFn | None, spec: Any) -> Tokens:
+    if fn is None:
+        dtype = tokens.held.dtype
+        if autocast_dtype(tokens.held) is not None and isinstance(params, ExpertParams):
+            dtype = params.w_in.dtype  # all are cast when it runs
+        _check(params, tokens, activation, dtype)
+    leaves, treespec = pytree.tree_flatten(params)
+    _check_leaves(leaves, tokens.num_experts)
+    shared = (("activation", None if fn else activation), ("fn", fn), ("tree", treespec), ("spec", spec))
+    (rows,) = writer.record("expert_apply", [tokens.held, *leaves], shared, ["tokens"])
+    writer.hide(rows)
+    return dataclasses.replace(tokens, rows=rows)
+
+
+def _check_leaves(leaves: list[Any], num_experts: int) -> None:
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.dim() < 1 or leaf.shape[0] != num_experts]
     if wrong or not leaves:
         shown = ", ".join(type_text(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in wrong) or "no leaf"
         refuse(
             "expert_apply",
             [f"expert_params has {shown}: every leaf of a function's parameters is a tensor stacked over "
-             f"num_experts={tokens.num_experts} in dim 0."],
+             f"num_experts={num_experts} in dim 0."],
         )  # fmt: skip
+
+
+def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
+    leaves, treespec = optree.tree_flatten(params)
+    _check_leaves(leaves, tokens.num_experts)
     if tokens.layout == "padded":
         data = tokens.data
         live = torch.arange(data.shape[1], device=data.device) < tokens.group_sizes.unsqueeze(1)

@@ -14,9 +14,11 @@ from .._autocast import without_autocast
 from .._errors import is_whole, refuse
 from .._typing import accumulation_dtype, dtype_text, type_text
 from ..ops.routing import assign_slots, top_k
+from ..trace import Recorder, recorder, under_spec
 from ..values import Aux, RouterParams, Routing
-from .capacity import Capacity, as_capacity
-from .losses import balance_of, load_loss, mean_over_tokens, router_entropy, squared_variation, z_loss
+from .capacity import Capacity, as_capacity, slots_bound
+from .specs import spec_problems
+from .losses import Sums, balance_of, entropy_of, finish, load_chance, squared_variation, sum_over_tokens
 from .routers import TopK
 
 
@@ -78,12 +80,64 @@ def gate(
         refuse("gate", [f"x is a {type(x).__name__}, but it must be a tensor [..., M]."])
     weight = router_params.weight
     _check(weight, x, router, noise=noise, mask=mask, token_ids=token_ids, bias=bias, spec=spec)
-    shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]
-    tokens = math.prod(shape)
-    sizes = _group_sizes(groups, tokens)
     rule = as_capacity(capacity)
-    keep = None if mask is None else mask.reshape(tokens)
+    sizes = _group_sizes(groups, math.prod(x.shape[:-1]))
+    given = {"noise": noise, "mask": mask}
+    writer = recorder()
+    if writer is not None:
+        return _record(writer, weight, x, router, rule, groups, given, spec)
+    if spec is not None:
+        return under_spec("gate")(router_params, x, router, capacity=rule, groups=groups, spec=spec, **given)
+    bound = slots_bound(rule, sizes)(router.k, weight.shape[1])
+    experts, weights, slots, counts, sums = route(weight, x, router, rule, sizes, noise, mask)
+    aux = finish(sums, router)
+    return Routing(
+        experts, weights, slots, counts, aux, num_experts=weight.shape[1], shape=tuple(x.shape[:-1]), capacity=bound
+    )
 
+
+#: Outputs of a gate equation, in order: those of `Routing`, then those of `Aux`.
+GATE_OUTPUTS = (
+    "experts", "weights", "slots", "counts",
+    "balance", "z", "importance", "load", "entropy", "total_counts", "dropped",
+)  # fmt: skip
+
+
+def _record(
+    writer: Recorder,
+    weight: Tensor,
+    x: Tensor,
+    router: TopK,
+    rule: Capacity | None,
+    groups: int | Sequence[int],
+    given: dict[str, Tensor | None],
+    spec: Any,
+) -> Routing:
+    names = tuple(name for name, tensor in given.items() if tensor is not None)
+    groups = groups if isinstance(groups, int) else tuple(groups)
+    params = (("router", router), ("capacity", rule), ("groups", groups), ("given", names), ("spec", spec))
+    extra = [tensor for tensor in given.values() if tensor is not None]
+    experts, weights, slots, counts, *aux = writer.record("gate", [x, weight, *extra], params, GATE_OUTPUTS)
+    shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]
+    bound = slots_bound(rule, _group_sizes(groups, math.prod(shape)))(router.k, num_experts)
+    return Routing(
+        experts, weights, slots, counts, Aux(*aux), num_experts=num_experts, shape=shape, capacity=bound
+    )
+
+
+def route(
+    weight: Tensor,
+    x: Tensor,
+    router: TopK,
+    rule: Capacity | None,
+    sizes: list[int],
+    noise: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Sums]:
+    """The choices of these tokens alone, and the sums over them of which the losses are made."""
+    num_experts = weight.shape[1]
+    tokens = math.prod(x.shape[:-1])
+    keep = None if mask is None else mask.reshape(tokens)
     logits = _logits(x.reshape(tokens, x.shape[-1]), weight, keep)
     noisy = logits
     if noise is not None:
@@ -96,12 +150,11 @@ def gate(
     if keep is not None:
         experts = torch.where(keep[:, None], experts, -1)
         weights = torch.where(keep[:, None], weights, 0)
-
-    limit, bound = _capacity(rule, sizes, keep, router.k, num_experts, x.device)
+    limit = _capacity(rule, sizes, keep, router.k, num_experts, x.device)
     slots, counts = assign_slots(experts.unsqueeze(0), limit.unsqueeze(0), sizes, num_experts)
     slots, counts = slots.squeeze(0), counts.squeeze(0)
-    aux = _aux(router, logits, threshold, probs, experts, slots, counts, sizes, keep)
-    return Routing(experts, weights, slots, counts, aux, num_experts=num_experts, shape=shape, capacity=bound)
+    sums = _sums(router, logits, threshold, probs, experts, slots, counts, sizes, keep)
+    return experts, weights, slots, counts, sums
 
 
 def _logits(x: Tensor, weight: Tensor, keep: Tensor | None) -> Tensor:
@@ -121,19 +174,17 @@ def _weights(router: TopK, logits: Tensor, probs: Tensor, experts: Tensor) -> Te
 
 def _capacity(
     rule: Capacity | None, sizes: list[int], keep: Tensor | None, k: int, num_experts: int, device: torch.device
-) -> tuple[Tensor, int | None]:
-    """The limit of each group ``[G]``, and the slots per expert that suffice if that is known."""
+) -> Tensor:
+    """The limit of each group ``[G]``."""
     if rule is None:
-        return torch.tensor(sizes, device=device), None
-    bounds = [rule.of(tokens=size, k=k, num_experts=num_experts) for size in sizes]
-    bound = None if rule.as_needed and rule.maximum is None else sum(bounds)
+        return torch.tensor(sizes, device=device)
     if keep is None:
-        return torch.tensor(bounds, device=device), bound
+        return torch.tensor([rule.of(tokens=size, k=k, num_experts=num_experts) for size in sizes], device=device)
     present = torch.stack([part.sum() for part in keep.split(sizes)])
-    return rule.of_counts(present, k=k, num_experts=num_experts), bound
+    return rule.of_counts(present, k=k, num_experts=num_experts)
 
 
-def _aux(
+def _sums(
     router: TopK,
     logits: Tensor,
     threshold: Tensor,
@@ -143,57 +194,37 @@ def _aux(
     counts: Tensor,
     sizes: list[int],
     keep: Tensor | None,
-) -> Aux:
-    def scoped(logits: Tensor, threshold: Tensor, probs: Tensor, counts: Tensor, keep: Tensor | None) -> list[Tensor]:
-        mean = mean_over_tokens(probs, keep)
-        return [
-            balance_of(mean, counts),
-            squared_variation(mean),
-            load_loss(logits, threshold, noise_std=router.noise_std, mask=keep),
-        ]
-
-    if router.scope == "global" or len(sizes) == 1:
-        balance, importance, load = scoped(logits, threshold, probs, counts, keep)
+) -> Sums:
+    tokens = logits.new_tensor(logits.shape[0]) if keep is None else keep.sum().to(logits.dtype)
+    chance = load_chance(logits, threshold, noise_std=router.noise_std)
+    if router.scope == "global":
+        by_expert = [sum_over_tokens(probs, keep), sum_over_tokens(chance, keep)]
     else:
-        balance, importance, load = _mean_over_groups(scoped, logits, threshold, probs, experts, sizes, keep)
-    return Aux(
-        balance=balance,
-        z=z_loss(logits, mask=keep),
-        importance=importance,
-        load=load,
-        entropy=router_entropy(probs, mask=keep),
+        by_expert = [_sum_over_groups(probs, chance, experts, sizes, keep)]
+    return Sums(
+        by_expert=torch.cat(by_expert),
+        z=sum_over_tokens(torch.logsumexp(logits, dim=-1).square(), keep),
+        entropy=sum_over_tokens(entropy_of(probs), keep),
+        tokens=tokens,
         counts=counts,
         dropped=((slots < 0) & (experts >= 0)).sum((0, 1)),
     )
 
 
-def _mean_over_groups(
-    losses: Any,
-    logits: Tensor,
-    threshold: Tensor,
-    probs: Tensor,
-    experts: Tensor,
-    sizes: list[int],
-    keep: Tensor | None,
-) -> list[Tensor]:
-    """Each loss on each group by itself; the mean weighted by the groups' unmasked tokens."""
-    num_experts = logits.shape[1]
+def _sum_over_groups(probs: Tensor, chance: Tensor, experts: Tensor, sizes: list[int], keep: Tensor | None) -> Tensor:
+    """``[3]``: balance, importance and load of each group by itself, times its unmasked tokens, added up."""
+    num_experts = probs.shape[1]
     masks: Sequence[Tensor | None] = [None] * len(sizes) if keep is None else keep.split(sizes)
     chosen = torch.where(experts >= 0, experts, num_experts)
-    totals: list[Tensor] | None = None
-    present = logits.new_zeros(())
-    pieces = zip(
-        logits.split(sizes), threshold.split(sizes), probs.split(sizes), chosen.split(sizes), masks, strict=True
-    )
-    for z, cut, p, ids, mask in pieces:
+    total = probs.new_zeros(3)
+    for p, c, ids, mask in zip(probs.split(sizes), chance.split(sizes), chosen.split(sizes), masks, strict=True):
         ones = torch.ones_like(ids.flatten())
         counts = ones.new_zeros(num_experts + 1).scatter_add(0, ids.flatten(), ones)[:num_experts]
-        tokens = logits.new_tensor(z.shape[0]) if mask is None else mask.sum().to(logits.dtype)
-        terms = [tokens * loss for loss in losses(z, cut, p, counts, mask)]
-        totals = terms if totals is None else [a + b for a, b in zip(totals, terms, strict=True)]
-        present = present + tokens
-    assert totals is not None
-    return [total / present.clamp(min=1) for total in totals]
+        tokens = p.new_tensor(p.shape[0]) if mask is None else mask.sum().to(p.dtype)
+        mean = sum_over_tokens(p, mask) / tokens.clamp(min=1)
+        losses = [balance_of(mean, counts), squared_variation(mean), squared_variation(sum_over_tokens(c, mask))]
+        total = total + torch.stack(losses) * tokens
+    return total
 
 
 def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
@@ -245,6 +276,5 @@ def _check(
     for name, given in (("token_ids", token_ids), ("bias", bias)):
         if given is not None:
             problems.append(f"{name} was given, but {type(router).__name__} does not use it: leave it out.")
-    if spec is not None:
-        problems.append(f"spec={spec!r}: this version runs on one device, so spec must be None.")
+    problems += spec_problems(spec)
     refuse("gate", problems)

@@ -6,16 +6,71 @@ out; over no tokens a loss is 0. All are scalars in the dtype of their input.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+
+from ..values import Aux
+
+
+class Sums(NamedTuple):
+    """What the losses of a gate are made of: sums over tokens, which ranks can add up.
+
+    Attributes:
+        by_expert: ``[2E]``, softmax and chance to be chosen; or ``[3]``, the losses of each group times
+            its tokens (``scope="group"``).
+        z: scalar, squared logsumexp.
+        entropy: scalar.
+        tokens: scalar, how many.
+        counts: ``[E]`` int64.
+        dropped: scalar int64.
+    """
+
+    by_expert: Tensor
+    z: Tensor
+    entropy: Tensor
+    tokens: Tensor
+    counts: Tensor
+    dropped: Tensor
+
+    def packed(self) -> Tensor:
+        """All in one float64 tensor, in which whole numbers are exact up to 2^53."""
+        scalars = torch.stack([self.z, self.entropy, self.tokens])
+        parts = [self.by_expert, scalars, self.counts, self.dropped.unsqueeze(0)]
+        return torch.cat([part.to(torch.float64) for part in parts])
+
+    @classmethod
+    def unpacked(cls, packed: Tensor, num_experts: int, dtype: torch.dtype) -> Sums:
+        """The sums that were `packed`."""
+        first, scalars, counts, dropped = packed.split([packed.shape[0] - num_experts - 4, 3, num_experts, 1])
+        z, entropy, tokens = scalars.to(dtype).unbind(0)
+        whole = [part.round().to(torch.int64) for part in (counts, dropped)]
+        return cls(first.to(dtype), z, entropy, tokens, whole[0], whole[1].squeeze(0))
+
+
+def finish(sums: Sums, router: Any) -> Aux:
+    """The losses and statistics that a gate returns."""
+    n = sums.tokens.clamp(min=1)
+    if router.scope == "global":
+        probs, chance = sums.by_expert.chunk(2)
+        losses = [balance_of(probs / n, sums.counts), squared_variation(probs), squared_variation(chance)]
+    else:
+        losses = list((sums.by_expert / n).unbind(0))
+    return Aux(*losses[:1], sums.z / n, *losses[1:], sums.entropy / n, sums.counts, sums.dropped)
+
+
+def sum_over_tokens(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Sum over dim 0 of the unmasked rows."""
+    if mask is None:
+        return rows.sum(0)
+    return torch.where(mask.view(-1, *[1] * (rows.dim() - 1)), rows, 0).sum(0)
 
 
 def mean_over_tokens(rows: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over dim 0 of the unmasked rows; 0 if there are none."""
-    if mask is None:
-        return rows.mean(0) if rows.shape[0] else rows.sum(0)
-    keep = mask.view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(keep, rows, 0).sum(0) / mask.sum(0).clamp(min=1)
+    count = max(rows.shape[0], 1) if mask is None else mask.sum(0).clamp(min=1)
+    return sum_over_tokens(rows, mask) / count
 
 
 def squared_variation(mass: Tensor) -> Tensor:
@@ -107,8 +162,12 @@ def load_loss(logits: Tensor, threshold: Tensor, *, noise_std: float = 1.0, mask
     References:
         V-MoE (arXiv 2106.05974, appendix A.2).
     """
-    width = noise_std / logits.shape[1]
-    return squared_variation(mean_over_tokens(torch.special.ndtr((logits - threshold) / width), mask))
+    return squared_variation(mean_over_tokens(load_chance(logits, threshold, noise_std=noise_std), mask))
+
+
+def load_chance(logits: Tensor, threshold: Tensor, *, noise_std: float) -> Tensor:
+    """``[T,E]``: each expert's chance to be chosen by each token under fresh noise."""
+    return torch.special.ndtr((logits - threshold) / (noise_std / logits.shape[1]))
 
 
 def router_entropy(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -122,5 +181,10 @@ def router_entropy(probs: Tensor, *, mask: Tensor | None = None) -> Tensor:
         >>> router_entropy(torch.full((3, 4), 0.25))
         tensor(1.3863)
     """
+    return mean_over_tokens(entropy_of(probs), mask)
+
+
+def entropy_of(probs: Tensor) -> Tensor:
+    """``[T]``: entropy of each token's softmax."""
     tiny = torch.finfo(probs.dtype).tiny  # log(0) has no gradient
-    return mean_over_tokens(-(probs * probs.clamp(min=tiny).log()).sum(-1), mask)
+    return -(probs * probs.clamp(min=tiny).log()).sum(-1)

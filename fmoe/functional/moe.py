@@ -8,12 +8,14 @@ from torch import Tensor
 
 from .._errors import refuse
 from .._typing import type_text
+from ..trace import recorder, under_spec
 from ..values import Aux, ExpertParams, MoEParams, cast_leaves
 from .combine import combine
 from .config import MoEConfig
 from .dispatch import dispatch
 from .experts import expert_apply
 from .gate import gate
+from .specs import spec_problems
 
 
 def moe(
@@ -47,6 +49,10 @@ def moe(
         Shazeer et al., "Outrageously large neural networks" (arXiv 1701.06538).
     """
     _check(params, config)
+    if spec is not None and recorder() is None:
+        refuse("moe", spec_problems(spec))
+        result: tuple[Tensor, Aux] = under_spec("moe")(params, x, config, spec=spec, **gate_arguments)
+        return result
     capacity = gate_arguments.setdefault("capacity", config.capacity)
     layout = config.layout or ("ragged" if capacity is None else "padded")
     routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._errors import refuse
+from .._typing import ExpertFn
 from .._value import static, value
 from ..ops.activations import ACTIVATIONS
 from ..ops.differentiable import host_numbers
@@ -37,6 +40,9 @@ class Tokens:
         activation: name of the activation to apply.
         capacity: slots per expert that suffice, or None when that depends on the data.
         dtype: dtype of the result of `combine`.
+        fn: the user's expert function to apply, under a spec.
+        spec: the sharding spec under which `combine` will exchange and run all of it; `data` is then
+            not to be read.
     """
 
     index: Tensor
@@ -44,11 +50,13 @@ class Tokens:
     groups: Tensor
     x: Tensor | None = None
     rows: Tensor | None = None
-    experts: ExpertParams | None = None
+    experts: Any = None
     layout: str = static(default="ragged")
     activation: str | None = static(default=None)
     capacity: int | None = static(default=None)
     dtype: torch.dtype = static(default=torch.float32)
+    fn: ExpertFn | None = static(default=None)
+    spec: Any = static(default=None)
 
     @property
     def group_sizes(self) -> Tensor:
@@ -74,7 +82,13 @@ class Tokens:
 
     @property
     def data(self) -> Tensor:
-        """The rows as they stand in the layout: ``[N,M]`` or ``[E,C,M]``."""
+        """The rows as they stand in the layout: ``[N,M]`` or ``[E,C,M]``.
+
+        Raises:
+            ValueError: under a spec, where rows are on their way between ranks.
+        """
+        if self.spec is not None:
+            refuse("Tokens.data", ["these tokens were dispatched under a spec: only combine can read them."])
         if self.rows is not None:
             return self.rows
         if self.layout == "ragged":

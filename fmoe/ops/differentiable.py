@@ -50,6 +50,8 @@ PRIVATE_NAMES = (
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._push_saved_tensors_default_hooks",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
 )
 
 
@@ -78,6 +80,8 @@ def _private(name: str) -> Any:
     _top_hooks,
     _pop_hooks,
     _push_hooks,
+    without_transforms,
+    is_transformed,
 ) = map(_private, PRIVATE_NAMES)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -112,6 +116,7 @@ class FuncOp:
         jvp: ``jvp(saved, *tangents) -> tangent of each output``; tangents may be None.
         composition: instead of `jvp`: the same function made of simpler ops.
         saves: indices of outputs that the derivative rules read.
+        dtensor: what the op does to a `DTensor`, with the same arguments; torch's own rules do not know it.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class FuncOp:
         jvp: Callable[..., Any] | None = None,
         composition: Callable[..., Any] | None = None,
         saves: Sequence[int] = (),
+        dtensor: Callable[..., Any] | None = None,
     ):
         self.schema, self.name = schema, schema.split("(")[0]
         self.reference, self.fake, self.cpu = reference, fake, cpu
@@ -138,6 +144,16 @@ class FuncOp:
         autograd = _autograd_kernel(self.op, backward, jvp, composition, saves) if backward else _below(self.op)
         _library.impl(self.name, autograd, "Autograd", with_keyset=True)
         _library.impl(self.name, _vmap_kernel(self.op, vmap), "FuncTorchBatched", with_keyset=True)
+        self.dtensor = dtensor
+
+    def know_dtensors_once(self, cls: type) -> None:
+        """Makes the `dtensor` rule known to torch; `cls` is DTensor, which is not imported before it is needed."""
+        if self.dtensor is None:
+            return
+        rule, self.dtensor = self.dtensor, None
+        torch.library.register_torch_dispatch(
+            f"{NAMESPACE}::{self.name}", cls, lambda mode, func, types, args=(), kwargs=None: rule(*args), lib=_library
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Runs the op; arguments by position, as in the schema."""
@@ -267,6 +283,11 @@ def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def under_saved_tensor_hooks() -> bool:
+    """Whether checkpointing or offloading is at work."""
+    return _top_hooks(True) is not None
 
 
 @contextmanager

@@ -1,0 +1,289 @@
+"""How the four functions stand in programs, and how one rank runs its part of them.
+
+Logical equations (``gate``, ``dispatch``, ``expert_apply``, ``combine``) are what a function was
+captured as. A rewrite makes per-device equations of them: ``route`` and ``aux_loss`` are the two halves
+of gate, before and after the sums over ranks; ``expert_ffn`` applies one rank's part of the experts to
+the rows that came to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._autocast import autocast_dtype
+from .._axes import Place
+from .._errors import ProgramError
+from .._typing import accumulation_dtype
+from ..cost import Cost
+from ..ops.activations import ACTIVATIONS
+from ..ops.ffn import ffn, gather_rows
+from ..ops.ragged import Splits, chunk_receives, expert_order
+from ..ops.rearrange import combine as gather_back
+from ..program import Size, Type, at_run_time, operation
+from ..values import ExpertParams, RouterParams, Routing, cast_leaves
+from .combine import combine
+from .dispatch import dispatch
+from .experts import expert_apply
+from .gate import _group_sizes, gate, route
+from .losses import Sums, finish
+from .tokens import Tokens, flat_experts
+
+# --- gate --------------------------------------------------------------------------------------------------------
+
+
+def _routing_types(x: Type, weight: Type, router: Any) -> list[Type]:
+    tokens = Size(math.prod(int(d) for d in x.dims[:-1]), "T")
+    if x.dims[-1] != weight.dims[0]:
+        raise ProgramError(f"{x} has another model dim than {weight}")
+    dtype, experts = accumulation_dtype(x.dtype, weight.dtype), weight.dims[1]
+    pair = (tokens, router.k)
+    return [Type(torch.int64, pair), Type(dtype, pair), Type(torch.int64, pair), Type(torch.int64, (experts,))]
+
+
+def _aux_types(dtype: torch.dtype, experts: int) -> list[Type]:
+    scalar = Type(dtype, ())
+    return [scalar, scalar, scalar, scalar, scalar, Type(torch.int64, (experts,)), Type(torch.int64, ())]
+
+
+def _gate_types(x: Type, weight: Type, *rest: Type, router: Any, **_: Any) -> list[Type]:
+    routing = _routing_types(x, weight, router)
+    return [*routing, *_aux_types(routing[1].dtype, int(weight.dims[1]))]
+
+
+@operation("gate", _gate_types, shown=("router", "capacity", "groups", "given"))
+def _gate(
+    place: Place, x: Tensor, weight: Tensor, *rest: Tensor, router: Any, capacity: Any, groups: Any, given: Any, spec: Any
+) -> tuple[Tensor, ...]:
+    extra = dict(zip(given, rest, strict=True))
+    r = gate(RouterParams(weight), x, router, capacity=capacity, groups=groups, **extra)
+    a = r.aux
+    assert a is not None
+    return (
+        r.experts, r.weights, r.slots, r.counts,
+        a.balance, a.z, a.importance, a.load, a.entropy, a.counts, a.dropped,
+    )  # fmt: skip
+
+
+def _route_types(x: Type, weight: Type, *rest: Type, router: Any, **_: Any) -> list[Type]:
+    experts = int(weight.dims[1])
+    by_expert = 2 * experts if router.scope == "global" else 3
+    return [*_routing_types(x, weight, router), Type(torch.float64, (by_expert + experts + 4,))]
+
+
+@operation("route", _route_types, shown=("router", "capacity", "groups", "given"))
+def _route(
+    place: Place, x: Tensor, weight: Tensor, *rest: Tensor, router: Any, capacity: Any, groups: Any, given: Any
+) -> tuple[Tensor, ...]:
+    extra = dict(zip(given, rest, strict=True))
+    sizes = _group_sizes(groups, math.prod(x.shape[:-1]))
+    experts, weights, slots, counts, sums = route(
+        weight, x, router, capacity, sizes, extra.get("noise"), extra.get("mask")
+    )
+    return experts, weights, slots, counts, sums.packed()
+
+
+@operation(
+    "aux_loss", lambda sums, *, router, num_experts, dtype: _aux_types(dtype, num_experts), shown=("router",)
+)
+def _aux_loss(place: Place, sums: Tensor, *, router: Any, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    a = finish(Sums.unpacked(sums, num_experts, dtype), router)
+    return a.balance, a.z, a.importance, a.load, a.entropy, a.counts, a.dropped
+
+
+# --- dispatch, expert_apply, combine on one device: what is moved is the weights -------------------------------------
+
+
+def _dispatch_types(
+    x: Type, experts: Type, slots: Type, *, layout: str | None, num_experts: int, capacity: int | None, **_: Any
+) -> list[Type]:
+    tokens, k = experts.dims
+    if layout == "padded":
+        width: int = at_run_time(int(tokens)) if capacity is None else capacity
+        return [x.with_dims(num_experts, width, x.dims[-1])]
+    return [x.with_dims(at_run_time(int(tokens) * int(k)), x.dims[-1])]
+
+
+@operation("dispatch", _dispatch_types, shown=("layout", "capacity"))
+def _dispatch(
+    place: Place,
+    x: Tensor,
+    experts: Tensor,
+    slots: Tensor,
+    *,
+    layout: str | None,
+    num_experts: int,
+    capacity: int | None,
+    spec: Any = None,
+) -> Tokens:
+    routing = Routing(
+        experts, experts, slots, experts, num_experts=num_experts, shape=tuple(x.shape[:-1]), capacity=capacity
+    )
+    return dispatch(x, routing, layout=layout)
+
+
+def _apply_types(rows: Type, *leaves: Type, activation: str | None, fn: Any, tree: Any, spec: Any = None) -> list[Type]:
+    width = rows.dims[-1] if fn is not None else pytree.tree_unflatten(list(leaves), tree).w_out.dims[-1]
+    return [rows.with_dims(*rows.dims[:-1], width)]
+
+
+def expert_flops(rows: int, leaves: Sequence[Type], activation: str | None) -> Cost:
+    """Cost of the built-in experts on a number of rows; a user's function is not priced."""
+    if activation is None:
+        return Cost()
+    weights = sum(math.prod(map(int, leaf.dims[1:])) for leaf in leaves if len(leaf.dims) >= 3)
+    return Cost(flops=2.0 * rows * weights)
+
+
+def _apply_cost(axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, **_: Any) -> Cost:
+    return expert_flops(math.prod(map(int, operands[0].dims[:-1])), operands[1:], activation)
+
+
+@operation("expert_apply", _apply_types, cost=_apply_cost, shown=("activation", "fn"))
+def _expert_apply(
+    place: Place, tokens: Tokens, *leaves: Tensor, activation: str | None, fn: Any, tree: Any, spec: Any = None
+) -> Tokens:
+    return expert_apply(pytree.tree_unflatten(list(leaves), tree), tokens, activation=activation or "relu", fn=fn)
+
+
+@operation("combine", lambda rows, weights, *, shape, dtype, spec=None: [_combined(rows, shape, dtype)], shown=())
+def _combine(
+    place: Place, tokens: Tokens, weights: Tensor, *, shape: tuple[int, ...], dtype: torch.dtype, spec: Any = None
+) -> Tensor:
+    routing = Routing(weights, weights, weights, weights, num_experts=tokens.num_experts, shape=shape)
+    return combine(tokens, routing)
+
+
+def _combined(rows: Type, shape: Sequence[int], dtype: torch.dtype) -> Type:
+    tokens = Size(int(shape[0]), "T") if len(shape) == 1 else None
+    return Type(dtype, (*((tokens,) if tokens is not None else shape), rows.dims[-1]))
+
+
+@operation("decode", lambda rows, index, weights, *, shape, dtype: [_combined(rows, shape, dtype)], shown=())
+def _decode(
+    place: Place, rows: Tensor, index: Tensor, weights: Tensor, *, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    flat = rows.flatten(0, -2) if rows.dim() > 2 else rows
+    return gather_back(flat, index, weights).to(dtype).reshape(*shape, rows.shape[-1])
+
+
+# --- the experts of one rank, on the rows that came to it ------------------------------------------------------------
+
+
+def _ffn_types(
+    recv: Type, *rest: Type, activation: str | None, fn: Any, tree: Any, mp: int, extra: int, chunk: Any = (0, 1)
+) -> list[Type]:
+    leaves = rest[: len(rest) - extra]
+    width = recv.dims[-1] if fn is not None else pytree.tree_unflatten(list(leaves), tree).w_out.dims[-1]
+    return [Type(recv.dtype, (*recv.dims[:-1], width), ("mp",) if mp > 1 else ())]
+
+
+def _ffn_cost(axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, extra: int, **_: Any) -> Cost:
+    rows = math.prod(map(int, operands[0].dims[:-1]))
+    return expert_flops(rows, operands[1 : len(operands) - extra], activation)
+
+
+@operation("expert_ffn", _ffn_types, cost=_ffn_cost, shown=("activation", "fn", "chunk"))
+def _expert_ffn(
+    place: Place,
+    recv: Tensor,
+    *rest: Any,
+    activation: str | None,
+    fn: Any,
+    tree: Any,
+    mp: int,
+    extra: int,
+    chunk: tuple[int, int] = (0, 1),
+) -> Tensor:
+    leaves = rest[: len(rest) - extra]
+    params = pytree.tree_unflatten(list(leaves), tree)
+    plan = rest[-1] if extra and isinstance(rest[-1], Splits) else None
+    if plan is not None:
+        index, groups = expert_order(chunk_receives(plan.receives, *chunk))
+        index, groups = index.to(recv.device), groups.to(recv.device)
+        rows = recv
+    else:
+        rows = recv.flatten(0, 2)  # [W,e,c,M] -> [W*e*c,M]
+        index, groups = _padded_order(recv)
+    if fn is None:
+        out = _built_in(place, rows, params, index, groups, activation or "")
+    elif plan is not None:
+        out = _function_ragged(fn, params, rows, index, groups)
+    else:
+        out = _function_padded(fn, params, recv, rest[-1]).flatten(0, 2)
+    return out if plan is not None else out.unflatten(0, recv.shape[:3])
+
+
+def _padded_order(recv: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the rows ``[W,e,c]`` by expert, and the experts' groups: sizes are known, so no number is read."""
+    ranks, experts, slots = recv.shape[:3]
+    device = recv.device
+    place = torch.arange(ranks * experts * slots, device=device).view(experts, ranks, slots)
+    numbers = torch.arange(experts, device=device)
+    first = numbers * (ranks * slots)
+    return place.transpose(0, 1).reshape(-1, 1), torch.stack([first, first + ranks * slots, numbers], dim=1)
+
+
+def _built_in(place: Place, rows: Tensor, params: ExpertParams, index: Tensor, groups: Tensor, activation: str) -> Tensor:
+    dtype = autocast_dtype(rows)
+    kept, p = rows.dtype, params
+    if dtype is not None:
+        rows, p = rows.to(dtype), cast_leaves(params, dtype)
+    flat = flat_experts(p)
+    b_out = flat.b_out if place.index("mp") == 0 else None  # added once where the hidden dim is split
+    order = torch.empty_like(index.squeeze(1)).scatter(0, index.squeeze(1), torch.arange(index.shape[0], device=rows.device))
+    ones = torch.ones(index.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
+    out, _ = ffn(
+        rows, ones, flat.w_in, flat.b_in, flat.w_out, b_out, index, order, groups, activation, torch.is_grad_enabled()
+    )
+    assert activation in ACTIVATIONS
+    return out.to(kept)
+
+
+def _function_ragged(fn: Any, params: Any, rows: Tensor, index: Tensor, groups: Tensor) -> Tensor:
+    sizes = (groups[:, 1] - groups[:, 0]).tolist()
+    by_expert = gather_rows(rows, index, index.shape[0])
+    leaves, tree = pytree.tree_flatten(params)
+    each = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
+    parts = zip(each, by_expert.split(sizes), strict=True)
+    made = torch.cat([fn(pytree.tree_unflatten(list(one), tree), part) for one, part in parts])
+    return gather_back(made, index, torch.ones_like(index, dtype=made.dtype))
+
+
+def _function_padded(fn: Any, params: Any, recv: Tensor, live: Tensor) -> Tensor:
+    """Under vmap over the experts; an inert slot holds a real row meanwhile (see `experts._apply_function`)."""
+    ranks, experts, slots, dim = recv.shape
+    data = recv.transpose(0, 1).reshape(experts, ranks * slots, dim)
+    used = (live > 0).transpose(0, 1).reshape(experts, ranks * slots, 1)
+    flat, there = data.detach().flatten(0, 1), used.flatten()
+    usable = (there & flat.isfinite().all(1)).to(torch.int64)
+    first = usable.argmax(0, keepdim=True)
+    stand_in = torch.where(usable.gather(0, first) > 0, flat.index_select(0, first), 1).squeeze(0)
+    out = torch.func.vmap(fn)(params, torch.where(used, data, stand_in))
+    out = torch.where(used, out, 0)
+    return out.unflatten(1, (ranks, slots)).transpose(0, 1)
+
+
+@operation("live_slots", lambda experts, slots, **p: [_live_types(p)], shown=("copies", "cut"))
+def _live_slots(
+    place: Place, experts: Tensor, slots: Tensor, *, num_experts: int, capacity: int, ep: int, copies: int, cut: int
+) -> Tensor:
+    """``[W,e,c]`` uint8: which slots of what is sent hold a token."""
+    chosen = torch.where(slots >= 0, experts, num_experts).flatten()
+    sizes = chosen.new_zeros(num_experts + 1).scatter_add(0, chosen, torch.ones_like(chosen))[:num_experts]
+    used = torch.arange(capacity, device=sizes.device) < sizes.unsqueeze(1)  # [E,C]
+    pieces = used.view(ep, 1, num_experts // ep, cut, capacity // cut).movedim(3, 2)
+    spread = pieces.expand(ep, copies, *pieces.shape[2:])
+    return spread.reshape(ep * copies * cut, num_experts // ep, capacity // cut, 1).to(torch.uint8)
+
+
+def _live_types(p: Any) -> Type:
+    e = p["num_experts"] // p["ep"]
+    return Type(torch.uint8, (p["ep"] * p["copies"] * p["cut"], e, p["capacity"] // p["cut"], 1))
+
+

@@ -1,0 +1,1 @@
+"""Where tokens and experts live, and how a program is rewritten for it."""

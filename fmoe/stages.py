@@ -1,0 +1,455 @@
+"""Stages of a function on its way to many devices: Traced -> Planned -> Compiled, and `auto`.
+
+    traced = fmoe.trace(layer)(params, x)      the logical program, no devices in it
+    planned = traced.plan(spec)                one rank's program, with collectives
+    compiled = planned.compile()               bound to the processes that run it
+    compiled(params, x)
+
+Each prints (`as_text`), is priced (`cost`) and knows the types it takes and returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ._axes import Axes
+from ._errors import PlanError, SpecError
+from ._typing import type_text
+from .cost import Cost, ProgramCost, program_cost
+from .functional import equations as _equations  # noqa: F401  registers the operations of programs
+from .ops.processes import Processes
+from .ops.runtime import Column, run
+from .ops.simulate import Simulated
+from .program import Program, Type
+from .sharding.distribute import agree, check_world, local_leaf, this_rank
+from .sharding.layers import Layer, name_layers
+from .sharding.lower import lower
+from .sharding.placement import local_part, local_type
+from .sharding.plan import Plan, as_plan
+from .sharding.spec import ShardingSpec
+from .text import bound_text, plan_text, program_text
+from .trace import Captured, Mark, Output, capture, marks_of, type_of
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call's arguments are, apart from their data: what programs are kept by."""
+
+    treespec: Any
+    leaves: tuple[Any, ...]  # a (whole type, mark, device) for a tensor, or the leaf itself
+    autocast: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> Signature:
+        """The signature of arguments."""
+        leaves, treespec = pytree.tree_flatten(args)
+        described: list[Any] = []
+        device = "cpu"
+        for leaf, mark in zip(leaves, marks_of(args), strict=True):
+            if isinstance(leaf, Tensor):
+                device = leaf.device.type
+                described.append((mark.whole(type_of(leaf)), mark, device))
+            else:
+                described.append(leaf)
+        on = device != "meta" and torch.is_autocast_enabled(device)
+        return cls(treespec, tuple(described), torch.get_autocast_dtype(device) if on else None)
+
+    @property
+    def types(self) -> list[Type]:
+        """Whole types of the tensors."""
+        return [leaf[0] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
+
+    @property
+    def marks(self) -> list[Mark]:
+        """What the tensors are."""
+        return [leaf[1] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function captured as a logical program.
+
+    Example:
+        >>> import fmoe
+        >>> config = fmoe.MoEConfig(num_experts=2, model_dim=3, hidden_dim=5)
+        >>> params = fmoe.init(config, seed=0)
+        >>> traced = trace(lambda params, x: fmoe.moe(params, x, config))(params, torch.ones(4, 3))
+        >>> [layer.name for layer in traced.layers]
+        ['moe.0']
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    signature: Signature
+    captured: Captured
+    program: Program
+    layers: tuple[Layer, ...]
+
+    def as_text(self) -> str:
+        """The logical program."""
+        return program_text(self.program)
+
+    def cost(self) -> ProgramCost:
+        """Its cost on one device."""
+        return program_cost(self.program, {})
+
+    @property
+    def in_types(self) -> list[Type]:
+        """Types of the arguments' tensors."""
+        return [var.type for var in self.program.inputs]
+
+    @property
+    def out_types(self) -> list[Type]:
+        """Types of the result's tensors."""
+        types = self.program.types()
+        return [types[name] for name in self.program.outputs]
+
+    def plan(self, spec: ShardingSpec, *, widths: Mapping[str, int] | None = None) -> Planned:
+        """The program of one rank under the spec's plan.
+
+        Args:
+            spec: mesh and plans.
+            widths: for padded layers, by name, the slots per expert that suffice on every rank; by
+                default those of ``spec.max_tokens``, or else of the tokens it was traced with.
+
+        Raises:
+            PlanError: if a plan is not legal for a layer.
+        """
+        plans = {layer.name: plan_of(layer, spec) for layer in self.layers}
+        if widths is None:
+            widths = {layer.name: slots_of(layer, spec) for layer in self.layers}
+        program, axes = lower(self.program, self.layers, self.captured.roles, spec.mesh, plans, widths)
+        return Planned(self, spec, plans, dict(widths), program, axes)
+
+
+def plan_of(layer: Layer, spec: ShardingSpec) -> Plan:
+    """The plan of a layer, in the layout that it asks for unless the plan says one."""
+    own = layer.dispatch.param("spec")
+    plan = (own or spec).plan_of(layer.name)
+    if own is not None and own.mesh != spec.mesh:
+        raise SpecError(f"{layer.name}: the function was given {own.mesh}, but it is planned for {spec.mesh}.")
+    if plan.layout is not None:
+        return plan
+    layout = layer.dispatch.param("layout") or "ragged"
+    if plan.mp == "gather" or plan.a2a == "2dh":
+        layout = "padded"
+    return replace(plan, layout=layout)
+
+
+def slots_of(layer: Layer, spec: ShardingSpec) -> int:
+    """Slots per expert that suffice for this rank's tokens, or for ``max_tokens``."""
+    if spec.max_tokens is not None and layer.tokens > spec.max_tokens:
+        raise SpecError(
+            f"{layer.name}: {layer.tokens} tokens on a rank are more than max_tokens={spec.max_tokens} of the spec: raise it."
+        )
+    return layer.slots(layer.tokens if spec.max_tokens is None else spec.max_tokens)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One rank's program: the same text on every rank."""
+
+    traced: Traced
+    spec: ShardingSpec
+    plans: Mapping[str, Plan]
+    widths: Mapping[str, int]
+    program: Program
+    axes: Mapping[str, Axes]
+
+    def as_text(self) -> str:
+        """Mesh, topology, strategy, specs, program and cost."""
+        return plan_text(self)
+
+    def cost(self) -> ProgramCost:
+        """FLOPs, traffic and memory of one device, forward."""
+        return program_cost(self.program, self.axes)
+
+    @property
+    def in_types(self) -> list[Type]:
+        """Whole types of the arguments' tensors."""
+        return self.traced.in_types
+
+    @property
+    def out_types(self) -> list[Type]:
+        """Types of the result's tensors on a rank."""
+        types = self.program.types()
+        return [types[name] for name in self.program.outputs]
+
+    def compile(self) -> Compiled:
+        """Binds the program to this process.
+
+        Raises:
+            SpecError: if torch.distributed has another number of ranks than the mesh.
+        """
+        check_world(self.spec.mesh)
+        return Compiled(self)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program bound to this process: call it with the arguments it was planned for."""
+
+    planned: Planned
+    comm: Processes = field(default_factory=Processes)
+
+    def as_text(self) -> str:
+        """The program, each line with what runs it."""
+        return bound_text(self.planned)
+
+    def cost(self) -> ProgramCost:
+        """See `Planned.cost`."""
+        return self.planned.cost()
+
+    @property
+    def in_types(self) -> list[Type]:
+        """See `Planned.in_types`."""
+        return self.planned.in_types
+
+    @property
+    def out_types(self) -> list[Type]:
+        """See `Planned.out_types`."""
+        return self.planned.out_types
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program on this rank; every rank must call.
+
+        Raises:
+            ValueError: if the arguments are not those it was planned for.
+        """
+        signature = Signature.of(args)
+        expected = self.planned.traced.signature
+        if signature != expected:
+            raise ValueError(_difference(self.planned.program.name, expected, signature))
+        return self.run(args)
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """`__call__` without the check."""
+        mesh, captured = self.planned.spec.mesh, self.planned.traced.captured
+        leaves = pytree.tree_leaves(args)
+        given = [
+            local_leaf(leaf, mark, mesh)
+            for leaf, mark in zip(leaves, marks_of(args), strict=True)
+            if isinstance(leaf, Tensor)
+        ]
+        columns = [[value] for value in (*given, *captured.constants)]
+        (rank,) = [this_rank()]
+        outputs = run([self.planned.program], columns, self.comm, [rank], self.planned.axes)
+        return _assemble(captured, [column[0] for column in outputs])
+
+
+def _assemble(captured: Captured, outputs: Sequence[Any]) -> Any:
+    leaves = [outputs[leaf.place] if isinstance(leaf, Output) else leaf for leaf in captured.outputs]
+    return pytree.tree_unflatten(leaves, captured.treespec)
+
+
+def _difference(name: str, expected: Signature, found: Signature) -> str:
+    if expected.treespec != found.treespec or len(expected.leaves) != len(found.leaves):
+        return f"{name}: the arguments are another tree than those it was planned for: plan it again for these."
+    lines = []
+    for want, have in zip(expected.leaves, found.leaves, strict=True):
+        if want != have:
+            shown = [str(x[0]) if isinstance(x, tuple) and isinstance(x[0], Type) else repr(x) for x in (want, have)]
+            lines.append(f"planned for {shown[0]}, called with {shown[1]}")
+    if expected.autocast != found.autocast:
+        lines.append(f"planned with autocast {expected.autocast}, called with {found.autocast}")
+    return "\n  ".join([f"{name}: the arguments are not those it was planned for; plan it again for these.", *lines])
+
+
+def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
+    """Captures a function: ``trace(fn)(*args)`` runs it once without data.
+
+    Args:
+        fn: a function of trees of tensors; calls fmoe's functions and torch in between.
+
+    Returns:
+        A function of the same arguments that returns a `Traced`. Parameters may be whole tensors, parts
+        from `local`, or DTensors: the program is that of the whole.
+
+    Raises:
+        TraceError: if the function does what a program cannot hold, with the line and the way out.
+
+    Example:
+        >>> print(trace(lambda x: x.sin() + 1)(torch.ones(2)).as_text())
+        lambda (x:f32[2]) {
+          sin:f32[2] = torch.sin x
+          add:f32[2] = torch.add[_, 1] sin
+        } -> (add)
+    """
+
+    def traced(*args: Any) -> Traced:
+        signature = Signature.of(args)
+        captured = capture(fn, args, signature.types)
+        program, layers = name_layers(captured.program)
+        return Traced(fn, args, signature, captured, program, tuple(layers))
+
+    return traced
+
+
+def simulate(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Any]:
+    """Runs a planned program on all its ranks in this process, without process groups.
+
+    Data moves as between processes, by plain torch operations, so this also is differentiable: its
+    transforms are those of the sum over ranks of what each rank computes.
+
+    Args:
+        planned: of a function of two arguments, parameters and tokens (or a tree that holds them).
+        params: the whole parameters.
+        xs: the second argument of each rank; numbers of tokens may differ.
+
+    Returns:
+        The result of each rank.
+
+    Raises:
+        ValueError: if there is not one x for each rank.
+
+    Example:
+        >>> import fmoe
+        >>> config = fmoe.MoEConfig(num_experts=2, model_dim=3, hidden_dim=5)
+        >>> params, x = fmoe.init(config, seed=0), torch.ones(4, 3)
+        >>> layer = lambda params, x: fmoe.moe(params, x, config)[0]
+        >>> spec = fmoe.ShardingSpec(fmoe.make_mesh(2, world=2), plan="ep layout=padded")
+        >>> ys = simulate(trace(layer)(params, x).plan(spec), params, [x, 2 * x])
+        >>> torch.testing.assert_close(ys[1], layer(params, 2 * x))
+    """
+    mesh = planned.spec.mesh
+    if len(xs) != mesh.world:
+        raise ValueError(f"simulate: {len(xs)} xs were given, but the mesh has {mesh.world} ranks: give one for each.")
+    every = _planned_alike(planned, params, xs)
+    columns: list[Column] = []
+    marks = marks_of((params,))
+    for leaf, mark in zip(pytree.tree_leaves(params), marks, strict=True):
+        if isinstance(leaf, Tensor):
+            columns.append([local_part(leaf, mark.role, mesh, rank) for rank in range(mesh.world)])
+    of_ranks = [[leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)] for x in xs]
+    columns += [list(column) for column in zip(*of_ranks, strict=True)]
+    columns += [[constant] * mesh.world for constant in planned.traced.captured.constants]
+    outputs = run([p.program for p in every], columns, Simulated(), list(range(mesh.world)), planned.axes)
+    return [_assemble(p.traced.captured, [column[rank] for column in outputs]) for rank, p in enumerate(every)]
+
+
+def _planned_alike(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Planned]:
+    """For each rank the planned program, captured again where its x is of another size."""
+    signatures = [Signature.of((params, x)) for x in xs]
+    if all(signature == planned.traced.signature for signature in signatures):
+        return [planned] * len(xs)
+    traced: dict[Signature, Traced] = {}
+    for signature, x in zip(signatures, xs, strict=True):
+        if signature not in traced:
+            traced[signature] = trace(planned.traced.fn)(params, x)
+    names = [layer.name for layer in planned.traced.layers]
+    needed = [[slots_of(layer, planned.spec) for layer in t.layers] for t in traced.values()]
+    widths = {
+        name: max([planned.widths[name], *column])
+        for name, column in zip(names, zip(*needed, strict=True), strict=True)
+    }
+    again = {signature: t.plan(planned.spec, widths=widths) for signature, t in traced.items()}
+    return [again[signature] for signature in signatures]
+
+
+class Auto:
+    """A function that runs under a spec's plan: see `auto`."""
+
+    def __init__(self, fn: Callable[..., Any], spec: ShardingSpec):
+        self.fn, self.spec = fn, spec
+        self._traced: dict[Signature, Traced] = {}
+        self._compiled: dict[Any, Compiled] = {}
+        self._agreed: set[Any] = set()
+
+    def use(self, plan: Plan | str | Mapping[str, Plan | str]) -> None:
+        """Runs under another plan from the next call on; every rank must choose the same.
+
+        Raises:
+            PlanError: if the plan is not legal on the mesh.
+        """
+        self.spec = self.spec.replace(plan=plan)
+
+    def planned(self, *args: Any) -> Planned:
+        """The program that a call with these arguments runs; every rank must ask."""
+        return self._for(Signature.of(args), args).planned
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function on this rank's tokens; every rank must call."""
+        return self._for(Signature.of(args), args).run(args)
+
+    def _for(self, signature: Signature, args: tuple[Any, ...]) -> Compiled:
+        traced = self._traced.get(signature)
+        if traced is None:
+            traced = trace(self.fn)(*args)
+            self._traced[signature] = traced
+        widths = self._widths(traced)
+        key = (signature, self.spec, tuple(widths.items()))
+        if key not in self._compiled:
+            self._compiled[key] = traced.plan(self.spec, widths=widths).compile()
+        return self._compiled[key]
+
+    def _widths(self, traced: Traced) -> dict[str, int]:
+        """The slots of every layer, agreed between the ranks, which also find out if they differ."""
+        spec = self.spec
+        padded = [layer for layer in traced.layers if plan_of(layer, spec).layout == "padded"]
+        needed = [slots_of(layer, spec) for layer in padded]
+        names = [layer.name for layer in padded]
+        if spec.mesh.world == 1:
+            return dict(zip(names, needed, strict=True))
+        check_world(spec.mesh)
+        print_ = fingerprint(traced, spec)
+        if spec.max_tokens is None or print_ not in self._agreed:
+            *needed, high, low = agree([*needed, print_, -print_])
+            if high != -low:
+                raise SpecError(
+                    f"{traced.program.name}: the ranks disagree. Rank {this_rank()} calls it with "
+                    f"{', '.join(str(t) for t in traced.in_types)} under {_plans_text(traced, spec)}, another rank with other "
+                    "dtypes, dims, plan or function; only the number of tokens may differ."
+                )
+            self._agreed.add(print_)
+        return dict(zip(names, needed, strict=True))
+
+
+def _plans_text(traced: Traced, spec: ShardingSpec) -> str:
+    return "; ".join(f"{layer.name}: {plan_of(layer, spec)}" for layer in traced.layers) or "no plan"
+
+
+def fingerprint(traced: Traced, spec: ShardingSpec) -> int:
+    """A number that is equal on ranks that run the same program, whatever their tokens."""
+    parts = [_plans_text(traced, spec), str(spec.mesh), str(spec.max_tokens)]
+    for eq in traced.program.equations:
+        parts.append(eq.op)
+    for layer in traced.layers:
+        rows = layer.dispatch.outputs[0].type
+        parts += [str(rows.dtype), str(rows.dims[-1]), str(layer.num_experts), str(layer.k)]
+    for var, role in zip(traced.program.inputs, traced.captured.roles, strict=True):
+        parts.append(str(var.type) if role != "value" else str(var.type.dtype))
+    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:7], "big")
+
+
+def auto(layer: Callable[..., Any], spec: ShardingSpec) -> Auto:
+    """The layer under a spec: same signature, this rank's tokens in and out.
+
+    The function is captured once for each set of types, and lowered once for each plan; a switch of
+    plans between steps then costs nothing. Gradients are those of the sum over ranks of the local
+    results; those of DTensors come back complete and in the home layout.
+
+    Args:
+        layer: a function of trees of tensors.
+        spec: mesh and plan.
+
+    Returns:
+        A callable with ``use(plan)``, which changes the plan from the next call on, and
+        ``planned(*args)``, the program that runs.
+
+    Example:
+        >>> import fmoe
+        >>> config = fmoe.MoEConfig(num_experts=2, model_dim=3, hidden_dim=5)
+        >>> params, x = fmoe.init(config, seed=0), torch.ones(4, 3)
+        >>> step = auto(lambda params, x: fmoe.moe(params, x, config), fmoe.ShardingSpec(fmoe.make_mesh(2)))
+        >>> y, aux = step(params, x)
+        >>> torch.testing.assert_close(y, fmoe.moe(params, x, config)[0])
+    """
+    return Auto(layer, spec)

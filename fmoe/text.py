@@ -1,0 +1,191 @@
+"""The one printer of programs and plans.
+
+    program  = name "(" {var} ")" "{" {equation} "}" "->" "(" names ")"
+    equation = {var} "=" op ["[" key=value ... "]"] {operand} ["  # note"]
+    var      = name ":" type
+
+One equation a line, in the order they run; several results stand one on a line. The text is the same
+on every rank and in every run: no ids, addresses, ranks, times or hash order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ._axes import Axes
+from ._typing import dtype_text
+from .program import OPERATIONS, Equation, Program, Size
+from .sharding.placement import placed_text
+
+_WIDTH = 100
+_MIB = 2**20
+
+
+def program_text(program: Program, bound: Callable[[Equation], str] | None = None) -> str:
+    """A program as text; `bound` adds what runs each equation."""
+    lines = []
+    for sub in program.lets:
+        lines += ["let " + line if i == 0 else line for i, line in enumerate(program_text(sub, bound).split("\n"))]
+    head = " ".join(str(var) for var in program.inputs)
+    if len(program.name) + len(head) > _WIDTH:
+        lines.append(f"{program.name} (")
+        lines += [f"    {var}" for var in program.inputs]
+        lines.append(") {")
+    else:
+        lines.append(f"{program.name} ({head}) {{")
+    for equation in program.equations:
+        lines += ["  " + line for line in _equation_lines(equation, bound)]
+    lines.append(f"}} -> ({', '.join(program.outputs)})")
+    return "\n".join(lines)
+
+
+def _equation_lines(equation: Equation, bound: Callable[[Equation], str] | None) -> list[str]:
+    tail = f"= {equation.op}{_params_text(equation)}"
+    if equation.operands:
+        tail += " " + " ".join(equation.operands)
+    if equation.note:
+        tail += f"  # {equation.note}"
+    if bound is not None:
+        tail += f"  -> {bound(equation)}"
+    *first, last = [str(var) for var in equation.outputs] or [""]
+    if len(" ".join(first)) + len(last) <= 40:
+        return [" ".join([*first, last, tail])]
+    return [*first, f"{last} {tail}"]
+
+
+def _params_text(equation: Equation) -> str:
+    parts = []
+    if equation.op.startswith("torch."):
+        args, kwargs = equation.param("call")
+        constants = [_call_value(arg) for arg in args] + [f"{k}={_call_value(v)}" for k, v in kwargs.items()]
+        while constants and constants[-1] == "_":
+            constants.pop()
+        if any(c != "_" for c in constants):
+            parts.append(", ".join(constants))
+    else:
+        shown = OPERATIONS[equation.op].shown
+        for name, value in equation.params:
+            if (shown is None or name in shown) and value not in (None, ()) and value is not False:
+                parts.append(f"{name}={_value_text(value)}")
+    if equation.no_grad:
+        parts.append("no_grad")
+    if equation.autocast is not None:
+        parts.append(f"autocast={_value_text(equation.autocast) if equation.autocast else 'off'}")
+    return f"[{' '.join(parts)}]" if parts else ""
+
+
+def _call_value(value: Any) -> str:
+    """An argument of a torch call, with `_` for each operand."""
+    leaves, tree = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return "_" if type(value).__name__ == "Hole" else _value_text(value)
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_call_value, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return _value_text(pytree.tree_unflatten([_call_value(leaf) for leaf in leaves], tree))
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = [
+            f"{f.name}={_value_text(getattr(value, f.name))}"
+            for f in dataclasses.fields(value)
+            if f.repr and (f.default is dataclasses.MISSING or getattr(value, f.name) != f.default)
+        ]
+        return f"{type(value).__name__}({', '.join(changed)})"
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_value_text, value))})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if callable(value):
+        return str(getattr(value, "__name__", type(value).__name__)).strip("<>")
+    return str(value)
+
+
+def plan_text(planned: Any) -> str:
+    """A planned program: mesh, topology, strategy, dims, specs, program, cost."""
+    spec, layers = planned.spec, planned.traced.layers
+    mesh = spec.mesh
+    lines = [f"plan {planned.program.name}"]
+    lines.append(f"  topology  node={mesh.nodes} gpu={mesh.node}")
+    for layer in layers:
+        axes, plan = planned.axes[layer.name], planned.plans[layer.name]
+        lines.append(f"  {layer.name}")
+        lines.append(f"    mesh      ep={axes.ep} mp={axes.mp} dp={axes.dp}")
+        lines.append(f"    strategy  {plan}")
+        lines.append(f"    dims      {_dims_text(planned, layer)}")
+    lines.append("  specs")
+    captured = planned.traced.captured
+    for var, role in zip(planned.traced.program.inputs, captured.roles, strict=True):
+        axes = planned.axes[layers[0].name] if layers else planned.axes[""]
+        lines.append(f"    {var.name}: {placed_text(var.type, role, axes)}")
+    if mesh.world > 1:
+        lines.append(f"  agree     {'once' if spec.max_tokens else 'each call'}, on slots per expert and program")
+    lines.append("  program")
+    named = dataclasses.replace(planned.program, name=f"{planned.program.name}@device")
+    lines += ["    " + line for line in program_text(named).split("\n")]
+    lines += ["  " + line for line in cost_text(planned.cost(), planned.axes[""])]
+    return "\n".join(lines)
+
+
+def _dims_text(planned: Any, layer: Any) -> str:
+    rows = layer.dispatch.outputs[0].type
+    parts = [f"E={layer.num_experts}", f"K={layer.k}", f"M={rows.dims[-1]}"]
+    for eq in planned.program.equations:
+        if eq.layer == layer.name and eq.op == "encode" and eq.param("capacity") is not None:
+            parts.append(f"C={eq.param('capacity')}")
+    return " ".join(parts)
+
+
+def cost_text(cost: Any, axes: Axes) -> list[str]:
+    """Lines of a cost."""
+    about = "~" if cost.run_time else ""
+    lines = ["cost (per device, forward)", f"  expert matmul  {about}{_amount(cost.flops, 'FLOP', 1000)}"]
+    for (collective, axis), (calls, size) in cost.traffic.items():
+        where = "between nodes" if axes.spans_nodes(axis) else "inside the node"
+        plural = "call" if calls == 1 else "calls"
+        lines.append(f"  {collective} {axis}  {about}{_amount(size, 'B', 1024)} in {calls} {plural}, {where}")
+    lines.append(f"  memory  {_amount(cost.resident, 'B', 1024)} resident, {about}{_amount(cost.peak, 'B', 1024)} at most")
+    return lines
+
+
+def _amount(number: float, unit: str, step: int) -> str:
+    prefixes = ("", "k", "M", "G", "T", "P") if step == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+    for prefix in prefixes:
+        if number < step or prefix == prefixes[-1]:
+            return f"{number:.0f} {unit}" if not prefix else f"{number:.4g} {prefix}{unit}"
+        number /= step
+    raise AssertionError
+
+
+def bound_text(planned: Any) -> str:
+    """The program of a rank, each line with what runs it."""
+    named = dataclasses.replace(planned.program, name=f"{planned.program.name}@device")
+    return program_text(named, lambda eq: _bound(eq, planned))
+
+
+def _bound(equation: Equation, planned: Any) -> str:
+    if equation.op.startswith("torch."):
+        return "torch"
+    operation = OPERATIONS[equation.op]
+    axes = planned.axes.get(equation.layer, planned.axes[""])
+    if operation.collective and equation.op not in ("done", "call"):
+        axis = equation.param("axis") or "node"
+        fn = equation.param("fn") or equation.op
+        return f"torch.distributed {fn} {axis}[{axes.size(axis)}]"
+    if equation.op in ("expert_ffn", "combine") and equation.param("fn") is None:
+        return "fmoe.ffn"
+    return equation.op
+
+
+__all__ = ["Size", "bound_text", "cost_text", "plan_text", "program_text"]

@@ -1,0 +1,410 @@
+"""Captures a function as a program, by running it once on tensors without data.
+
+Design. The function runs under a `TorchFunctionMode` on FakeTensors. The four functions of the layer
+record one equation each and return real `Routing` and `Tokens`; every torch call between them becomes
+a ``torch.*`` equation with the arguments it had; containers, ints and branches on shapes are the
+user's own and leave no trace. Grad mode and autocast are kept per equation. functorch's transforms are
+set aside meanwhile, so a function can be captured inside grad and vmap.
+
+What a program cannot hold is refused with the line it stands on: branches on values, in-place calls,
+randomness, torch.func or checkpointing inside the function, calls on the inside of `Tokens`. What
+fx's symbolic trace does instead is drop `no_grad` and autocast and freeze random numbers, silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ._errors import TraceError
+from ._typing import type_text
+from .ops.differentiable import is_transformed, under_saved_tensor_hooks, without_transforms
+from .program import Equation, Program, Size, Type, Var, infer
+from .values import ExpertParams, MoEParams
+
+_RANDOM = {
+    "alpha_dropout", "bernoulli", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
+    "gumbel_softmax", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "randperm", "rrelu",
+}  # fmt: skip
+_NUMBERS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "item", "tolist", "nonzero", "numpy", "__iter__"}
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Where an operand stands among the arguments of a ``torch.*`` equation."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured function.
+
+    Attributes:
+        program: the logical program, no devices in it.
+        roles: for each input, which leaf of an expert's parameters it is, or ``"value"``.
+        constants: closed-over tensors; the last inputs.
+        outputs: the function's result, with an `Output` for each tensor.
+        treespec: of the result.
+    """
+
+    program: Program
+    roles: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[Any, ...]
+    treespec: Any
+
+
+@dataclass(frozen=True)
+class Output:
+    """The place of an output of the program in the function's result."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a leaf of the arguments is.
+
+    Attributes:
+        role: ``w_in``, ``w_out``, ``b_in``, ``b_out``, ``expert`` (of a user's function) or ``value``.
+        sharded: (E, H), or (E,) for ``expert``, if it is one rank's part of the whole.
+    """
+
+    role: str
+    sharded: tuple[int, ...] | None = None
+
+    def whole(self, type: Type) -> Type:
+        """The type of the whole leaf, of one of this type."""
+        if self.sharded is None or self.role == "value":
+            return type
+        dims = [self.sharded[0], *type.dims[1:]]
+        if self.role in ("w_in", "b_in"):
+            dims[-1] = self.sharded[1]
+        if self.role == "w_out":
+            dims[1] = self.sharded[1]
+        return type.with_dims(*dims)
+
+
+def marks_of(tree: Any) -> list[Mark]:
+    """For each leaf of a tree of arguments, what it is.
+
+    Leaves under an `ExpertParams`, and under the `experts` of an `MoEParams`, belong to experts.
+    """
+
+    def mark(node: Any) -> Any:
+        if isinstance(node, ExpertParams):
+            names = ("w_in", "w_out", "b_in", "b_out")
+            marked: Any = [None if getattr(node, n) is None else Mark(n, node.sharded) for n in names]
+            return ExpertParams(*marked)
+        if isinstance(node, MoEParams):
+            part = Mark("expert", None if node.sharded is None else (node.sharded,))
+            own = isinstance(node.experts, ExpertParams)
+            experts = mark(node.experts) if own else pytree.tree_map(lambda _: part, node.experts)
+            return MoEParams(pytree.tree_map(lambda _: Mark("value"), node.router), experts)
+        return Mark("value")
+
+    marked = pytree.tree_map(mark, tree, is_leaf=lambda n: isinstance(n, (ExpertParams, MoEParams)))
+    return [leaf if isinstance(leaf, Mark) else Mark("value") for leaf in pytree.tree_leaves(marked)]
+
+
+class Recorder(TorchFunctionMode):
+    """Writes equations while a function runs."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.inputs: list[Var] = []
+        self.equations: list[Equation] = []
+        self.constants: list[Tensor] = []
+        self._names: dict[int, str] = {}
+        self._inside: set[int] = set()
+        self._kept: list[Any] = []  # ids stay valid only as long as the tensors live
+        self._used: set[str] = set()
+        self._depth = 0
+        self._device = device
+        self._ambient = self._autocast()
+
+    # --- what functions of the layer call ---------------------------------------------------------------------
+
+    def record(
+        self, op: str, operands: Sequence[Tensor], params: Sequence[tuple[str, Any]], names: Sequence[str]
+    ) -> list[Tensor]:
+        """Writes one equation and returns its results, without data."""
+        with self.paused():
+            given = [self._name_of(operand, op) for operand in operands]
+            known = {v.name: v.type for v in [*self.inputs, *(v for eq in self.equations for v in eq.outputs)]}
+            types = infer(op, [known[name] for name in given], params)
+            device = operands[0].device
+            made = [torch.empty([int(d) for d in t.dims], dtype=t.dtype, device=device) for t in types]
+            self._add(op, given, params, list(zip(names, types, made, strict=True)))
+        return made
+
+    def hide(self, *tensors: Tensor) -> None:
+        """Marks tensors as the inside of `Tokens`, which torch calls may not touch."""
+        self._inside.update(map(id, tensors))
+        self._kept.extend(tensors)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Runs what is not part of the program."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    # --- torch calls --------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a call, and records it if it makes a tensor."""
+        kwargs = kwargs or {}
+        if self._depth:
+            return func(*args, **kwargs)
+        name = _name(func)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name != "__get__":
+            self._refuse(name, tensors, kwargs)
+        with self.paused():
+            out = func(*args, **kwargs)
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if name.startswith("_set_grad") or not made or all(id(leaf) in self._names for leaf in made):
+            return out  # a shape, a dtype, or a tensor handed back
+        if any(id(leaf) in self._inside for leaf in tensors):
+            raise TraceError(f"{_line()}: {name} touches the inside of Tokens, which depends on the plan. {_OPAQUE}")
+        operands: list[str] = []
+
+        def hole(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            operands.append(self._name_of(leaf, name))
+            return Hole(len(operands) - 1)
+
+        with self.paused():
+            call = pytree.tree_map(hole, (tuple(args), kwargs))
+            results = [(name, type_of(leaf), leaf) for leaf in made]
+            self._add(f"torch.{name}", operands, (("function", func), ("call", call)), results)
+        return out
+
+    def _refuse(self, name: str, tensors: Sequence[Tensor], kwargs: Any) -> None:
+        if any(map(is_transformed, tensors)):
+            raise TraceError(
+                f"{_line()}: {name} gets a tensor of a torch.func transform. Apply transforms around the captured "
+                "function, not inside it, and pass what it uses as arguments."
+            )
+        if name in _NUMBERS:
+            raise TraceError(
+                f"{_line()}: {name} reads the value of a tensor, which a program has not. Use torch.where, or pass the "
+                "number as an argument."
+            )
+        if name.endswith("_") and (not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")):
+            raise TraceError(f"{_line()}: {name} changes a tensor in place. Use its out-of-place form.")
+        if kwargs.get("out") is not None:
+            raise TraceError(f"{_line()}: {name} with out= changes a tensor in place. Use the value it returns.")
+        if name in _RANDOM and not (name.endswith("dropout") and _is_off(name, kwargs)):
+            raise TraceError(f"{_line()}: {name} is random. Draw the numbers outside and pass them as an argument.")
+        if under_saved_tensor_hooks():
+            raise TraceError(
+                f"{_line()}: {name} runs inside torch.utils.checkpoint. Checkpoint around the captured function."
+            )
+
+    # --- bookkeeping --------------------------------------------------------------------------------------------
+
+    def add_input(self, name: str, type: Type, tensor: Tensor) -> None:
+        """Declares an input of the program."""
+        self.inputs.append(Var(self._bind(name, tensor), type))
+
+    def output(self, tensor: Tensor) -> str:
+        """The variable that a tensor of the result is."""
+        if id(tensor) in self._inside:
+            raise TraceError(f"the function returns Tokens, whose inside depends on the plan. {_OPAQUE}")
+        return self._name_of(tensor, "return")
+
+    def _bind(self, name: str, tensor: Tensor) -> str:
+        unique, n = name, 0
+        while unique in self._used:
+            n += 1
+            unique = f"{name}_{n}"
+        self._used.add(unique)
+        self._names[id(tensor)] = unique
+        self._kept.append(tensor)
+        return unique
+
+    def _name_of(self, tensor: Tensor, name: str) -> str:
+        if id(tensor) in self._names:
+            return self._names[id(tensor)]
+        if is_transformed(tensor) or tensor.requires_grad:
+            raise TraceError(
+                f"{_line()}: {name} uses a tensor from outside the function ({type_text(tensor)}) that is being "
+                "differentiated or batched. Pass it as an argument."
+            )
+        self.constants.append(tensor)
+        self.inputs.append(Var(self._bind("const", tensor), type_of(tensor)))
+        return self._names[id(tensor)]
+
+    def _add(
+        self,
+        op: str,
+        operands: Sequence[str],
+        params: Sequence[tuple[str, Any]],
+        results: Sequence[tuple[str, Type, Tensor]],
+    ) -> None:
+        outputs = tuple(Var(self._bind(name.strip("_"), tensor), t) for name, t, tensor in results)
+        autocast = self._autocast()
+        self.equations.append(
+            Equation(
+                outputs,
+                op,
+                tuple(operands),
+                tuple(params),
+                no_grad=not torch.is_grad_enabled(),
+                autocast=None if autocast == self._ambient else autocast,
+            )
+        )
+
+    def _autocast(self) -> Any:
+        device = self._device
+        on = device != "meta" and torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if on else False
+
+
+#: How the four functions run under a spec when nothing is captured; `stages` fills it in.
+_UNDER_SPEC: dict[str, Callable[..., Any]] = {}
+
+
+def runs_under_spec(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers how the function called `name` runs under a spec."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        _UNDER_SPEC[name] = run
+        return run
+
+    return register
+
+
+def under_spec(name: str) -> Callable[..., Any]:
+    """How the function called `name` runs under a spec."""
+    return _UNDER_SPEC[name]
+
+
+_OPAQUE = "Give Tokens to expert_apply and combine only; change x before dispatch, or y after combine."
+_active: list[Recorder] = []
+
+
+def recorder() -> Recorder | None:
+    """The recorder at work, if a function is being captured."""
+    return _active[-1] if _active else None
+
+
+def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type]) -> Captured:
+    """Captures ``fn(*args)``.
+
+    Args:
+        fn: a function of trees of tensors.
+        args: its arguments; only their structure, devices and what is not a tensor are used.
+        types: the global type of each tensor leaf, in order.
+
+    Raises:
+        TraceError: if the function does what a program cannot hold, with the line and the way out.
+    """
+    leaves, treespec = pytree.tree_flatten(args)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    names = [path for path, leaf in zip(_paths(fn, args), leaves, strict=True) if isinstance(leaf, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    roles = [mark.role for mark, leaf in zip(marks_of(args), leaves, strict=True) if isinstance(leaf, Tensor)]
+    with without_transforms(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        writer = Recorder(device.type)
+        made = iter(torch.empty([int(d) for d in t.dims], dtype=t.dtype, device=device) for t in types)
+        fakes = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs = zip(names, types, (f for f in fakes if isinstance(f, Tensor)), strict=True)
+        for path, kind, fake in inputs:
+            writer.add_input(path, kind, fake)
+        _active.append(writer)
+        try:
+            with writer:
+                result = fn(*pytree.tree_unflatten(fakes, treespec))
+        finally:
+            _active.pop()
+        results, out_spec = pytree.tree_flatten(result)
+        outputs: list[str] = []
+        shape: list[Any] = []
+        for leaf in results:
+            shape.append(Output(len(outputs)) if isinstance(leaf, Tensor) else leaf)
+            if isinstance(leaf, Tensor):
+                outputs.append(writer.output(leaf))
+    name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
+    program = Program(name, tuple(writer.inputs), tuple(writer.equations), tuple(outputs))
+    roles += ["value"] * len(writer.constants)
+    program = _with_letters(program, roles)
+    return Captured(program, tuple(roles), tuple(writer.constants), tuple(shape), out_spec)
+
+
+def type_of(tensor: Tensor) -> Type:
+    """The type of a tensor."""
+    return Type(tensor.dtype, tuple(int(d) for d in tensor.shape))
+
+
+def _with_letters(program: Program, roles: Sequence[str]) -> Program:
+    """The program with the token dim of data printed as T: dim 0 of the size that is routed, but for parameters."""
+    gates = [eq for eq in program.equations if eq.op == "gate"]
+    routed = [eq.outputs[0].type.dims[0] for eq in gates]
+    if len(set(routed)) != 1:
+        return program
+    tokens = Size(int(routed[0]), "T")
+    parameters = {v.name for v, role in zip(program.inputs, roles, strict=False) if role != "value"}
+    parameters |= {eq.operands[1] for eq in gates}
+
+    def lettered(var: Var) -> Var:
+        dims = var.type.dims
+        if var.name in parameters or len(dims) < 2 or dims[0] != tokens:
+            return var
+        return Var(var.name, var.type.with_dims(tokens, *dims[1:]))
+
+    equations = tuple(replace(eq, outputs=tuple(map(lettered, eq.outputs))) for eq in program.equations)
+    return replace(program, inputs=tuple(map(lettered, program.inputs)), equations=equations)
+
+
+def _paths(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """A name for each leaf of the arguments: the parameter's name and the way to the leaf."""
+    try:
+        given = [p.name for p in inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        given = []
+    names = [given[i] if i < len(given) else f"arg{i}" for i in range(len(args))]
+    found = []
+    for path, _ in pytree.tree_flatten_with_path(args)[0]:
+        keys = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
+        found.append(".".join([names[int(keys[0])], *keys[1:]]))
+    return found
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.split(".")[0]
+
+
+def _is_off(name: str, kwargs: Any) -> bool:
+    return kwargs.get("training") is False or kwargs.get("p") == 0
+
+
+def _line() -> str:
+    """The innermost line that is neither fmoe's nor torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("fmoe", "torch", "einops", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "in the function"
