@@ -11,10 +11,10 @@ Each prints (`as_text`), is priced (`cost`) and knows the types it takes and ret
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ from ._errors import PlanError, SpecError
 from ._typing import type_text
 from .cost import Cost, ProgramCost, program_cost
 from .functional import equations as _equations  # noqa: F401  registers the operations of programs
+from .functional.combine import combine
+from .functional.dispatch import dispatch
+from .functional.experts import expert_apply
+from .functional.gate import gate
+from .functional.moe import moe
+from .functional.tokens import Tokens
 from .ops.processes import Processes
 from .ops.runtime import Column, run
 from .ops.simulate import Simulated
@@ -36,7 +42,10 @@ from .sharding.placement import local_part, local_type
 from .sharding.plan import Plan, as_plan
 from .sharding.spec import ShardingSpec
 from .text import bound_text, plan_text, program_text
-from .trace import Captured, Mark, Output, capture, marks_of, type_of
+from .trace import Captured, Mark, Output, capture, marks_of, runs_under_spec, type_of
+from .values import Aux, MoEParams, RouterParams, Routing
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -354,13 +363,29 @@ def _planned_alike(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Pla
     return [again[signature] for signature in signatures]
 
 
+class Recent(OrderedDict[Any, V]):
+    """A dict that keeps the entries used last."""
+
+    size = 256
+
+    def find(self, key: Any, make: Callable[[], V]) -> V:
+        """The entry of a key; made if there is none."""
+        if key in self:
+            self.move_to_end(key)
+        else:
+            self[key] = make()
+            if len(self) > self.size:
+                self.popitem(last=False)
+        return self[key]
+
+
 class Auto:
     """A function that runs under a spec's plan: see `auto`."""
 
     def __init__(self, fn: Callable[..., Any], spec: ShardingSpec):
         self.fn, self.spec = fn, spec
-        self._traced: dict[Signature, Traced] = {}
-        self._compiled: dict[Any, Compiled] = {}
+        self._traced: Recent[Traced] = Recent()
+        self._compiled: Recent[Compiled] = Recent()
         self._agreed: set[Any] = set()
 
     def use(self, plan: Plan | str | Mapping[str, Plan | str]) -> None:
@@ -380,15 +405,10 @@ class Auto:
         return self._for(Signature.of(args), args).run(args)
 
     def _for(self, signature: Signature, args: tuple[Any, ...]) -> Compiled:
-        traced = self._traced.get(signature)
-        if traced is None:
-            traced = trace(self.fn)(*args)
-            self._traced[signature] = traced
+        traced = self._traced.find(signature, lambda: trace(self.fn)(*args))
         widths = self._widths(traced)
         key = (signature, self.spec, tuple(widths.items()))
-        if key not in self._compiled:
-            self._compiled[key] = traced.plan(self.spec, widths=widths).compile()
-        return self._compiled[key]
+        return self._compiled.find(key, lambda: traced.plan(self.spec, widths=widths).compile())
 
     def _widths(self, traced: Traced) -> dict[str, int]:
         """The slots of every layer, agreed between the ranks, which also find out if they differ."""
@@ -453,3 +473,60 @@ def auto(layer: Callable[..., Any], spec: ShardingSpec) -> Auto:
         >>> torch.testing.assert_close(y, fmoe.moe(params, x, config)[0])
     """
     return Auto(layer, spec)
+
+
+# --- the functions of the layer under a spec, called one by one ---------------------------------------------------------
+
+_eager: Recent[Auto] = Recent()
+
+
+def _run(key: Any, fn: Callable[..., Any], spec: ShardingSpec, *args: Any) -> Any:
+    """Runs `fn` as `auto` does; `key` tells it from other functions."""
+    return _eager.find((key, spec), lambda: Auto(fn, spec))(*args)
+
+
+def _sorted_out(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Tensors, the rest, and the rest as a key."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+    key = tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in sorted(rest.items()))
+    return tensors, rest, key
+
+
+@runs_under_spec("moe")
+def _moe(params: MoEParams, x: Tensor, config: Any, *, spec: ShardingSpec, **arguments: Any) -> tuple[Tensor, Aux]:
+    tensors, rest, key = _sorted_out(arguments)
+
+    def layer(params: MoEParams, x: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Aux]:
+        return moe(params, x, config, **rest, **tensors)
+
+    result: tuple[Tensor, Aux] = _run(("moe", config, key), layer, spec, params, x, tensors)
+    return result
+
+
+@runs_under_spec("gate")
+def _gate(params: RouterParams, x: Tensor, router: Any, *, spec: ShardingSpec, **arguments: Any) -> Routing:
+    tensors, rest, key = _sorted_out(arguments)
+
+    def layer(params: RouterParams, x: Tensor, tensors: dict[str, Tensor]) -> Routing:
+        return gate(params, x, router, **rest, **tensors)
+
+    routing: Routing = _run(("gate", router, key), layer, spec, params, x, tensors)
+    return routing
+
+
+@runs_under_spec("combine")
+def _combine(tokens: Tokens, routing: Routing, *, spec: ShardingSpec) -> Tensor:
+    """dispatch and expert_apply under a spec only note what to do: all of it runs here, as one program."""
+    layout, activation, fn = tokens.layout or None, tokens.activation or "relu", tokens.fn
+    sizes = {"num_experts": routing.num_experts, "shape": routing.shape, "capacity": routing.capacity}
+
+    def layer(params: MoEParams, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+        given = Routing(experts, weights, slots, experts, **sizes)
+        tokens = dispatch(x, given, layout=layout)
+        return combine(expert_apply(params.experts, tokens, activation=activation, fn=fn), given)
+
+    key = ("combine", layout, activation, fn, tuple(sizes.values()))
+    held = MoEParams(RouterParams(routing.weights.new_empty(0)), tokens.experts)
+    y: Tensor = _run(key, layer, spec, held, tokens.held, routing.experts, routing.weights, routing.slots)
+    return y

@@ -235,7 +235,9 @@ def _built_in(place: Place, rows: Tensor, params: ExpertParams, index: Tensor, g
     if dtype is not None:
         rows, p = rows.to(dtype), cast_leaves(params, dtype)
     flat = flat_experts(p)
-    b_out = flat.b_out if place.index("mp") == 0 else None  # added once where the hidden dim is split
+    b_out = flat.b_out
+    if b_out is not None and place.index("mp") > 0:  # added once; the others keep it in their graph, with gradient 0
+        b_out = torch.where(torch.zeros((), dtype=torch.bool, device=b_out.device), b_out, 0)
     order = torch.empty_like(index.squeeze(1)).scatter(0, index.squeeze(1), torch.arange(index.shape[0], device=rows.device))
     ones = torch.ones(index.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
     out, _ = ffn(

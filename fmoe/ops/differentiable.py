@@ -52,6 +52,7 @@ PRIVATE_NAMES = (
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_unwrapped",
 )
 
 
@@ -82,6 +83,7 @@ def _private(name: str) -> Any:
     _push_hooks,
     without_transforms,
     is_transformed,
+    _unwrapped,
 ) = map(_private, PRIVATE_NAMES)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -283,6 +285,13 @@ def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor inside the wrappers of torch.func's transforms."""
+    while is_transformed(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor
 
 
 def under_saved_tensor_hooks() -> bool:

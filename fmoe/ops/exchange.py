@@ -25,7 +25,7 @@ from .._axes import Place
 from .._typing import accumulation_dtype
 from ..cost import Cost, gathered, reduced, scattered, swapped
 from .._errors import ProgramError
-from ..program import Program, Size, Type, operation
+from ..program import Program, Size, Type, at_run_time, operation
 from .ragged import Splits, chunk_splits, fan_in_rows, fan_out_rows, join_rows, split_rows
 from .rearrange import expand
 from .routing import row_index
@@ -66,7 +66,7 @@ def _encode(
 
 def _fan_out_types(buf: Type, *plan: Type, ep: int, copies: int, cut: int) -> list[Type]:
     if plan:
-        return [buf]
+        return [buf.with_dims(at_run_time(int(buf.dims[0]) * copies), buf.dims[-1])]
     experts, capacity, dim = buf.dims
     if experts % ep or capacity % cut:
         raise ProgramError(f"{experts} experts over ep={ep} and {capacity} slots cut in {cut} do not divide")
@@ -87,7 +87,7 @@ def _fan_in_types(back: Type, *plan: Type, ep: int, copies: int, cut: int) -> li
     if set(back.partial) - {"mp"} or (back.partial and copies == 1):
         raise ProgramError(f"{back} cannot be added up over {copies} copies")
     if plan:
-        return [Type(back.dtype, back.dims)]
+        return [Type(back.dtype, (at_run_time(int(back.dims[0]) // copies), back.dims[-1]))]
     _, e, c, dim = back.dims
     return [Type(back.dtype, (ep * e, cut * c, dim))]
 

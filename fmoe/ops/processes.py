@@ -6,7 +6,7 @@ members make hangs the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,32 +19,36 @@ from .runtime import Column, Splits
 
 
 
+_state: tuple[Any, dict[Any, Any]] = (None, {})
+
+
+def made_once() -> dict[Any, Any]:
+    """What was made for the present default group (groups, meshes), by any key; empty after a new start."""
+    global _state
+    if _state[0] is not dist.group.WORLD:
+        _state = (dist.group.WORLD, {})
+    return _state[1]
+
+
 def group_name(axes: Axes, axis: str) -> str:
     """Name of this rank's process group over `axis`; makes the groups of the axis on first use."""
-    everyone = sorted({tuple(axes.ranks(rank, axis)) for rank in range(axes.world)})
-    rank, default = dist.get_rank(), dist.group.WORLD
-    made: dict[Any, Any] = _groups_of(default)
-    key = tuple(everyone)
-    if key not in made:
-        if len(everyone) == 1 and len(everyone[0]) == dist.get_world_size():
-            made[key] = default.group_name
-        else:
-            own = None
-            for ranks in everyone:
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    own = group
-            made[key] = own.group_name
-    return str(made[key])
+    everyone = tuple(sorted({tuple(axes.ranks(rank, axis)) for rank in range(axes.world)}))
+    made = made_once()
+    if everyone not in made:
+        made[everyone] = _make_group(everyone)
+    return str(made[everyone])
 
 
-def _groups_of(default: Any) -> dict[Any, Any]:
-    """The groups made since this default group was."""
-    cache = getattr(default, "_fmoe_groups", None)
-    if cache is None:
-        cache = {}
-        default._fmoe_groups = cache
-    return cache
+def _make_group(everyone: tuple[tuple[int, ...], ...]) -> str:
+    rank = dist.get_rank()
+    if everyone == (tuple(range(dist.get_world_size())),):
+        return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    own = None
+    for ranks in everyone:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = group
+    return str(own.group_name)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,6 @@ class Processes:
 
     axes: Axes | None = None
     where: str = ""
-    names: dict[Any, str] = field(default_factory=dict, compare=False)
 
     def at(self, where: str, axes: Axes) -> Processes:
         """The same over the axes of a layer, naming `where` in errors."""
@@ -63,9 +66,10 @@ class Processes:
         """Size and name of this rank's group."""
         axes = self.axes
         assert axes is not None
-        if (axes, axis) not in self.names:
-            self.names[axes, axis] = group_name(axes, axis)
-        return axes.size(axis), self.names[axes, axis]
+        made = made_once()
+        if (axes, axis) not in made:
+            made[axes, axis] = group_name(axes, axis)
+        return axes.size(axis), made[axes, axis]
 
     def all_to_all(self, axis: str, column: Column, sends: Splits = None, receives: Splits = None) -> Column:
         """See `runtime.Communicator`."""

@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 from .._errors import SpecError, is_whole, refuse
 from .._typing import type_text
 from ..ops.collectives import all_reduce
+from ..ops.differentiable import innermost
 from ..ops.edge import Layout, layout_key, to_local
+from ..ops.processes import made_once
 from ..trace import Mark, marks_of
 from ..values import ExpertParams, MoEParams
 from .mesh import Mesh, abstract_mesh
@@ -85,14 +87,12 @@ def this_rank() -> int:
 
 def _control() -> Any:
     """The group on which ranks agree about numbers: of host tensors, apart from the exchanges of tokens."""
-    world = dist.group.WORLD
-    group = getattr(world, "_fmoe_control", None)
-    if group is None:
-        group = world
+    made = made_once()
+    if "control" not in made:
+        made["control"] = dist.group.WORLD
         if dist.get_backend() not in ("gloo", "fake"):
-            group = dist.new_group(backend="gloo")
-        world._fmoe_control = group  # type: ignore[union-attr]
-    return group
+            made["control"] = dist.new_group(backend="gloo")
+    return made["control"]
 
 
 def agree(numbers: Sequence[int], operation: str = "max") -> list[int]:
@@ -138,19 +138,15 @@ def _device_mesh(mesh: Mesh, device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     check_world(mesh)
-    world = dist.group.WORLD
-    known = getattr(world, "_fmoe_meshes", None)
-    if known is None:
-        known = world._fmoe_meshes = {}  # type: ignore[union-attr]
-    key = (mesh.expert, mesh.shard, device)
-    if key not in known:
-        known[key] = init_device_mesh(device, key[:2], mesh_dim_names=("expert", "shard"))
-    return known[key]
+    made, shape = made_once(), (mesh.expert, mesh.shard)
+    if (shape, device) not in made:
+        made[shape, device] = init_device_mesh(device, shape, mesh_dim_names=("expert", "shard"))
+    return made[shape, device]
 
 
 def is_dtensor(leaf: Any) -> bool:
-    """Whether a leaf is a DTensor."""
-    if type(leaf) is Tensor or not isinstance(leaf, Tensor):
+    """Whether a leaf is a DTensor, also inside a transform."""
+    if not isinstance(leaf, Tensor) or type(leaf := innermost(leaf)) is Tensor:
         return False
     from torch.distributed.tensor import DTensor
 
@@ -232,9 +228,10 @@ def cross(leaf: Any, mark: Mark, mesh: Mesh) -> Tensor:
         SpecError: if it lives elsewhere.
     """
     layout = _layout(tuple(leaf.shape), mark, mesh, leaf.device.type)
-    if tuple(leaf.placements) != layout.placements or leaf.device_mesh != layout.mesh:
+    held: Any = innermost(leaf)
+    if tuple(held.placements) != layout.placements or held.device_mesh != layout.mesh:
         raise SpecError(
-            f"a DTensor {type_text(leaf)} is placed {tuple(leaf.placements)} on {leaf.device_mesh}, but this spec needs "
+            f"a DTensor {type_text(leaf)} is placed {tuple(held.placements)} on {held.device_mesh}, but this spec needs "
             f"{layout.placements} on {layout.mesh}: make it with fmoe.distribute(params, spec)."
         )
     from torch.distributed.tensor import DTensor

@@ -1,0 +1,45 @@
+"""Runs a function on W real processes over gloo, and brings back what each returns."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def launch(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """``fn(rank, *args)`` on `world` processes; the result of each, or the first one's error."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, args=(fn, world, folder, timeout, args), nprocs=world)
+        results = [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+    errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        raise AssertionError("\n".join(errors))
+    return [result["value"] for result in results]
+
+
+def _run(rank: int, fn: Callable[..., Any], world: int, folder: str, timeout: float, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        result = {"value": fn(rank, *args)}
+    except Exception:
+        result = {"error": f"rank {rank}:\n{traceback.format_exc()}"}
+    torch.save(result, os.path.join(folder, f"{rank}.pt"))
+    if "error" not in result:
+        dist.barrier()
+    dist.destroy_process_group()
