@@ -6,18 +6,20 @@ y, aux = fmoe.moe(params, x, config)
 """
 
 from . import functional as functional
-from .functional.capacity import Capacity as Capacity
-from .functional.config import MoEConfig as MoEConfig
-from .functional.init import init as init
-from .functional.moe import moe as moe
-from .functional.routers import TopK as TopK
-from .functional.tokens import Tokens as Tokens
 from ._errors import CollectiveError as CollectiveError
 from ._errors import PlanError as PlanError
 from ._errors import ProgramError as ProgramError
 from ._errors import SpecError as SpecError
 from ._errors import TraceError as TraceError
+from .auto import Auto as Auto
+from .auto import auto as auto
+from .functional.capacity import Capacity as Capacity
+from .functional.config import MoEConfig as MoEConfig
 from .functional.experts import ExpertFunction as ExpertFunction
+from .functional.init import init as init
+from .functional.moe import moe as moe
+from .functional.routers import TopK as TopK
+from .functional.tokens import Tokens as Tokens
 from .ops.grouped import grouped_matmul as grouped_matmul
 from .sharding.distribute import clip_grad_norm_ as clip_grad_norm_
 from .sharding.distribute import distribute as distribute
@@ -27,7 +29,9 @@ from .sharding.mesh import Mesh as Mesh
 from .sharding.plan import Plan as Plan
 from .sharding.plan import legal_plans as legal_plans
 from .sharding.spec import ShardingSpec as ShardingSpec
-from .stages import auto as auto
+from .stages import Compiled as Compiled
+from .stages import Planned as Planned
+from .stages import Traced as Traced
 from .stages import simulate as simulate
 from .stages import trace as trace
 from .values import Aux as Aux
@@ -39,17 +43,38 @@ from .values import Routing as Routing
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "Aux",
     "Capacity",
+    "CollectiveError",
+    "Compiled",
+    "ExpertFunction",
     "ExpertParams",
+    "Mesh",
     "MoEConfig",
     "MoEParams",
+    "Plan",
+    "PlanError",
+    "Planned",
+    "ProgramError",
     "RouterParams",
     "Routing",
+    "ShardingSpec",
+    "SpecError",
     "Tokens",
     "TopK",
+    "TraceError",
+    "Traced",
+    "auto",
+    "clip_grad_norm_",
+    "distribute",
     "functional",
     "grouped_matmul",
     "init",
+    "legal_plans",
+    "local",
+    "make_mesh",
     "moe",
+    "simulate",
+    "trace",
 ]

@@ -57,7 +57,9 @@ def gathered(axes: Axes, operands: Sequence[Type], outputs: Sequence[Type], *, a
     return Cost.of("all_gather", axis, operands[0].bytes * count, count)
 
 
-def scattered(axes: Axes, operands: Sequence[Type], outputs: Sequence[Type], *, axis: str, ranks: int, **_: Any) -> Cost:
+def scattered(
+    axes: Axes, operands: Sequence[Type], outputs: Sequence[Type], *, axis: str, ranks: int, **_: Any
+) -> Cost:
     """A reduce_scatter: as many bytes as it keeps come from every other rank."""
     return Cost.of("reduce_scatter", axis, operands[0].bytes, ranks)
 
@@ -117,5 +119,5 @@ def program_cost(program: Program, axes: Mapping[str, Axes]) -> ProgramCost:
         names = {*equation.operands, *(v.name for v in equation.outputs)}
         inputs = {var.name for var in program.inputs}
         alive -= sum(types[name].bytes for name in names - inputs if last.get(name, number) == number)
-    run_time = any("R" == getattr(d, "letter", "") for t in types.values() for d in t.dims)
+    run_time = any(getattr(d, "letter", "") == "R" for t in types.values() for d in t.dims)
     return ProgramCost(total.flops, total.traffic, resident, peak, run_time)

@@ -42,7 +42,9 @@ class Size(int):
     def __str__(self) -> str:
         return self.letter
 
-    __format__ = lambda self, _: self.letter  # noqa: E731
+    def __format__(self, _: str) -> str:
+        return self.letter
+
     __repr__ = __str__
 
     def __reduce__(self) -> Any:
@@ -245,7 +247,8 @@ def _check(program: Program, equation: Equation, known: Mapping[str, Type]) -> N
     declared = [var.type for var in equation.outputs]
     if len(found) != len(declared) or not all(map(Type.fits, declared, found)):
         raise ProgramError(
-            f"{where}: the types {', '.join(map(str, declared))} are declared, but it makes {', '.join(map(str, found))}."
+            f"{where}: the types {', '.join(map(str, declared))} are declared, but it makes "
+            f"{', '.join(map(str, found))}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Stages of a function on its way to many devices: Traced -> Planned -> Compiled, and `auto`.
+"""Stages of a function on its way to many devices: Traced -> Planned -> Compiled.
 
     traced = fmoe.trace(layer)(params, x)      the logical program, no devices in it
     planned = traced.plan(spec)                one rank's program, with collectives
@@ -10,42 +10,30 @@ Each prints (`as_text`), is priced (`cost`) and knows the types it takes and ret
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ._axes import Axes
-from ._errors import PlanError, SpecError
-from ._typing import type_text
-from .cost import Cost, ProgramCost, program_cost
+from ._errors import SpecError
+from .cost import ProgramCost, program_cost
 from .functional import equations as _equations  # noqa: F401  registers the operations of programs
-from .functional.combine import combine
-from .functional.dispatch import dispatch
-from .functional.experts import expert_apply
-from .functional.gate import gate
-from .functional.moe import moe
-from .functional.tokens import Tokens
-from .ops.processes import Processes
+from .ops.processes import Processes, check_world, this_rank
 from .ops.runtime import Column, run
 from .ops.simulate import Simulated
 from .program import Program, Type
-from .sharding.distribute import agree, check_world, local_leaf, this_rank
+from .sharding.distribute import local_leaf
 from .sharding.layers import Layer, name_layers
 from .sharding.lower import lower
-from .sharding.placement import local_part, local_type
-from .sharding.plan import Plan, as_plan
+from .sharding.placement import Mark, local_part, marks_of
+from .sharding.plan import Plan
 from .sharding.spec import ShardingSpec
 from .text import bound_text, plan_text, program_text
-from .trace import Captured, Mark, Output, capture, marks_of, runs_under_spec, type_of
-from .values import Aux, MoEParams, RouterParams, Routing
-
-V = TypeVar("V")
+from .trace import Captured, Output, capture, type_of
 
 
 @dataclass(frozen=True)
@@ -157,7 +145,8 @@ def slots_of(layer: Layer, spec: ShardingSpec) -> int:
     """Slots per expert that suffice for this rank's tokens, or for ``max_tokens``."""
     if spec.max_tokens is not None and layer.tokens > spec.max_tokens:
         raise SpecError(
-            f"{layer.name}: {layer.tokens} tokens on a rank are more than max_tokens={spec.max_tokens} of the spec: raise it."
+            f"{layer.name}: {layer.tokens} tokens on a rank are more than max_tokens={spec.max_tokens} of the spec: "
+            "raise it."
         )
     return layer.slots(layer.tokens if spec.max_tokens is None else spec.max_tokens)
 
@@ -295,7 +284,8 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
 
     def traced(*args: Any) -> Traced:
         signature = Signature.of(args)
-        captured = capture(fn, args, signature.types)
+        roles = [mark.role for mark in signature.marks]
+        captured = capture(fn, args, signature.types, roles)
         program, layers = name_layers(captured.program)
         return Traced(fn, args, signature, captured, program, tuple(layers))
 
@@ -361,172 +351,3 @@ def _planned_alike(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Pla
     }
     again = {signature: t.plan(planned.spec, widths=widths) for signature, t in traced.items()}
     return [again[signature] for signature in signatures]
-
-
-class Recent(OrderedDict[Any, V]):
-    """A dict that keeps the entries used last."""
-
-    size = 256
-
-    def find(self, key: Any, make: Callable[[], V]) -> V:
-        """The entry of a key; made if there is none."""
-        if key in self:
-            self.move_to_end(key)
-        else:
-            self[key] = make()
-            if len(self) > self.size:
-                self.popitem(last=False)
-        return self[key]
-
-
-class Auto:
-    """A function that runs under a spec's plan: see `auto`."""
-
-    def __init__(self, fn: Callable[..., Any], spec: ShardingSpec):
-        self.fn, self.spec = fn, spec
-        self._traced: Recent[Traced] = Recent()
-        self._compiled: Recent[Compiled] = Recent()
-        self._agreed: set[Any] = set()
-
-    def use(self, plan: Plan | str | Mapping[str, Plan | str]) -> None:
-        """Runs under another plan from the next call on; every rank must choose the same.
-
-        Raises:
-            PlanError: if the plan is not legal on the mesh.
-        """
-        self.spec = self.spec.replace(plan=plan)
-
-    def planned(self, *args: Any) -> Planned:
-        """The program that a call with these arguments runs; every rank must ask."""
-        return self._for(Signature.of(args), args).planned
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the function on this rank's tokens; every rank must call."""
-        return self._for(Signature.of(args), args).run(args)
-
-    def _for(self, signature: Signature, args: tuple[Any, ...]) -> Compiled:
-        traced = self._traced.find(signature, lambda: trace(self.fn)(*args))
-        widths = self._widths(traced)
-        key = (signature, self.spec, tuple(widths.items()))
-        return self._compiled.find(key, lambda: traced.plan(self.spec, widths=widths).compile())
-
-    def _widths(self, traced: Traced) -> dict[str, int]:
-        """The slots of every layer, agreed between the ranks, which also find out if they differ."""
-        spec = self.spec
-        padded = [layer for layer in traced.layers if plan_of(layer, spec).layout == "padded"]
-        needed = [slots_of(layer, spec) for layer in padded]
-        names = [layer.name for layer in padded]
-        if spec.mesh.world == 1:
-            return dict(zip(names, needed, strict=True))
-        check_world(spec.mesh)
-        print_ = fingerprint(traced, spec)
-        if spec.max_tokens is None or print_ not in self._agreed:
-            *needed, high, low = agree([*needed, print_, -print_])
-            if high != -low:
-                raise SpecError(
-                    f"{traced.program.name}: the ranks disagree. Rank {this_rank()} calls it with "
-                    f"{', '.join(str(t) for t in traced.in_types)} under {_plans_text(traced, spec)}, another rank with other "
-                    "dtypes, dims, plan or function; only the number of tokens may differ."
-                )
-            self._agreed.add(print_)
-        return dict(zip(names, needed, strict=True))
-
-
-def _plans_text(traced: Traced, spec: ShardingSpec) -> str:
-    return "; ".join(f"{layer.name}: {plan_of(layer, spec)}" for layer in traced.layers) or "no plan"
-
-
-def fingerprint(traced: Traced, spec: ShardingSpec) -> int:
-    """A number that is equal on ranks that run the same program, whatever their tokens."""
-    parts = [_plans_text(traced, spec), str(spec.mesh), str(spec.max_tokens)]
-    for eq in traced.program.equations:
-        parts.append(eq.op)
-    for layer in traced.layers:
-        rows = layer.dispatch.outputs[0].type
-        parts += [str(rows.dtype), str(rows.dims[-1]), str(layer.num_experts), str(layer.k)]
-    for var, role in zip(traced.program.inputs, traced.captured.roles, strict=True):
-        parts.append(str(var.type) if role != "value" else str(var.type.dtype))
-    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:7], "big")
-
-
-def auto(layer: Callable[..., Any], spec: ShardingSpec) -> Auto:
-    """The layer under a spec: same signature, this rank's tokens in and out.
-
-    The function is captured once for each set of types, and lowered once for each plan; a switch of
-    plans between steps then costs nothing. Gradients are those of the sum over ranks of the local
-    results; those of DTensors come back complete and in the home layout.
-
-    Args:
-        layer: a function of trees of tensors.
-        spec: mesh and plan.
-
-    Returns:
-        A callable with ``use(plan)``, which changes the plan from the next call on, and
-        ``planned(*args)``, the program that runs.
-
-    Example:
-        >>> import fmoe
-        >>> config = fmoe.MoEConfig(num_experts=2, model_dim=3, hidden_dim=5)
-        >>> params, x = fmoe.init(config, seed=0), torch.ones(4, 3)
-        >>> step = auto(lambda params, x: fmoe.moe(params, x, config), fmoe.ShardingSpec(fmoe.make_mesh(2)))
-        >>> y, aux = step(params, x)
-        >>> torch.testing.assert_close(y, fmoe.moe(params, x, config)[0])
-    """
-    return Auto(layer, spec)
-
-
-# --- the functions of the layer under a spec, called one by one ---------------------------------------------------------
-
-_eager: Recent[Auto] = Recent()
-
-
-def _run(key: Any, fn: Callable[..., Any], spec: ShardingSpec, *args: Any) -> Any:
-    """Runs `fn` as `auto` does; `key` tells it from other functions."""
-    return _eager.find((key, spec), lambda: Auto(fn, spec))(*args)
-
-
-def _sorted_out(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
-    """Tensors, the rest, and the rest as a key."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    rest = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-    key = tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in sorted(rest.items()))
-    return tensors, rest, key
-
-
-@runs_under_spec("moe")
-def _moe(params: MoEParams, x: Tensor, config: Any, *, spec: ShardingSpec, **arguments: Any) -> tuple[Tensor, Aux]:
-    tensors, rest, key = _sorted_out(arguments)
-
-    def layer(params: MoEParams, x: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Aux]:
-        return moe(params, x, config, **rest, **tensors)
-
-    result: tuple[Tensor, Aux] = _run(("moe", config, key), layer, spec, params, x, tensors)
-    return result
-
-
-@runs_under_spec("gate")
-def _gate(params: RouterParams, x: Tensor, router: Any, *, spec: ShardingSpec, **arguments: Any) -> Routing:
-    tensors, rest, key = _sorted_out(arguments)
-
-    def layer(params: RouterParams, x: Tensor, tensors: dict[str, Tensor]) -> Routing:
-        return gate(params, x, router, **rest, **tensors)
-
-    routing: Routing = _run(("gate", router, key), layer, spec, params, x, tensors)
-    return routing
-
-
-@runs_under_spec("combine")
-def _combine(tokens: Tokens, routing: Routing, *, spec: ShardingSpec) -> Tensor:
-    """dispatch and expert_apply under a spec only note what to do: all of it runs here, as one program."""
-    layout, activation, fn = tokens.layout or None, tokens.activation or "relu", tokens.fn
-    sizes = {"num_experts": routing.num_experts, "shape": routing.shape, "capacity": routing.capacity}
-
-    def layer(params: MoEParams, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        given = Routing(experts, weights, slots, experts, **sizes)
-        tokens = dispatch(x, given, layout=layout)
-        return combine(expert_apply(params.experts, tokens, activation=activation, fn=fn), given)
-
-    key = ("combine", layout, activation, fn, tuple(sizes.values()))
-    held = MoEParams(RouterParams(routing.weights.new_empty(0)), tokens.experts)
-    y: Tensor = _run(key, layer, spec, held, tokens.held, routing.experts, routing.weights, routing.slots)
-    return y

@@ -155,7 +155,9 @@ def cost_text(cost: Any, axes: Axes) -> list[str]:
         where = "between nodes" if axes.spans_nodes(axis) else "inside the node"
         plural = "call" if calls == 1 else "calls"
         lines.append(f"  {collective} {axis}  {about}{_amount(size, 'B', 1024)} in {calls} {plural}, {where}")
-    lines.append(f"  memory  {_amount(cost.resident, 'B', 1024)} resident, {about}{_amount(cost.peak, 'B', 1024)} at most")
+    lines.append(
+        f"  memory  {_amount(cost.resident, 'B', 1024)} resident, {about}{_amount(cost.peak, 'B', 1024)} at most"
+    )
     return lines
 
 

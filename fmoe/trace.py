@@ -30,14 +30,24 @@ from ._errors import TraceError
 from ._typing import type_text
 from .ops.differentiable import is_transformed, under_saved_tensor_hooks, without_transforms
 from .program import Equation, Program, Size, Type, Var, infer
-from .values import ExpertParams, MoEParams
 
 _RANDOM = {
     "alpha_dropout", "bernoulli", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
     "gumbel_softmax", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
     "randn_like", "randperm", "rrelu",
 }  # fmt: skip
-_NUMBERS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "item", "tolist", "nonzero", "numpy", "__iter__"}
+_NUMBERS = {
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__len__",
+    "item",
+    "tolist",
+    "nonzero",
+    "numpy",
+    "__iter__",
+}
 
 
 @dataclass(frozen=True)
@@ -71,52 +81,6 @@ class Output:
     """The place of an output of the program in the function's result."""
 
     place: int
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What a leaf of the arguments is.
-
-    Attributes:
-        role: ``w_in``, ``w_out``, ``b_in``, ``b_out``, ``expert`` (of a user's function) or ``value``.
-        sharded: (E, H), or (E,) for ``expert``, if it is one rank's part of the whole.
-    """
-
-    role: str
-    sharded: tuple[int, ...] | None = None
-
-    def whole(self, type: Type) -> Type:
-        """The type of the whole leaf, of one of this type."""
-        if self.sharded is None or self.role == "value":
-            return type
-        dims = [self.sharded[0], *type.dims[1:]]
-        if self.role in ("w_in", "b_in"):
-            dims[-1] = self.sharded[1]
-        if self.role == "w_out":
-            dims[1] = self.sharded[1]
-        return type.with_dims(*dims)
-
-
-def marks_of(tree: Any) -> list[Mark]:
-    """For each leaf of a tree of arguments, what it is.
-
-    Leaves under an `ExpertParams`, and under the `experts` of an `MoEParams`, belong to experts.
-    """
-
-    def mark(node: Any) -> Any:
-        if isinstance(node, ExpertParams):
-            names = ("w_in", "w_out", "b_in", "b_out")
-            marked: Any = [None if getattr(node, n) is None else Mark(n, node.sharded) for n in names]
-            return ExpertParams(*marked)
-        if isinstance(node, MoEParams):
-            part = Mark("expert", None if node.sharded is None else (node.sharded,))
-            own = isinstance(node.experts, ExpertParams)
-            experts = mark(node.experts) if own else pytree.tree_map(lambda _: part, node.experts)
-            return MoEParams(pytree.tree_map(lambda _: Mark("value"), node.router), experts)
-        return Mark("value")
-
-    marked = pytree.tree_map(mark, tree, is_leaf=lambda n: isinstance(n, (ExpertParams, MoEParams)))
-    return [leaf if isinstance(leaf, Mark) else Mark("value") for leaf in pytree.tree_leaves(marked)]
 
 
 class Recorder(TorchFunctionMode):
@@ -306,13 +270,14 @@ def recorder() -> Recorder | None:
     return _active[-1] if _active else None
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type]) -> Captured:
+def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type], roles: Sequence[str]) -> Captured:
     """Captures ``fn(*args)``.
 
     Args:
         fn: a function of trees of tensors.
         args: its arguments; only their structure, devices and what is not a tensor are used.
-        types: the global type of each tensor leaf, in order.
+        types: the whole type of each tensor leaf, in order.
+        roles: what each is, for `Captured`.
 
     Raises:
         TraceError: if the function does what a program cannot hold, with the line and the way out.
@@ -321,7 +286,6 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     names = [path for path, leaf in zip(_paths(fn, args), leaves, strict=True) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    roles = [mark.role for mark, leaf in zip(marks_of(args), leaves, strict=True) if isinstance(leaf, Tensor)]
     with without_transforms(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         writer = Recorder(device.type)
         made = iter(torch.empty([int(d) for d in t.dims], dtype=t.dtype, device=device) for t in types)
@@ -344,9 +308,9 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type]
                 outputs.append(writer.output(leaf))
     name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
     program = Program(name, tuple(writer.inputs), tuple(writer.equations), tuple(outputs))
-    roles += ["value"] * len(writer.constants)
+    roles = (*roles, *["value"] * len(writer.constants))
     program = _with_letters(program, roles)
-    return Captured(program, tuple(roles), tuple(writer.constants), tuple(shape), out_spec)
+    return Captured(program, roles, tuple(writer.constants), tuple(shape), out_spec)
 
 
 def type_of(tensor: Tensor) -> Type:

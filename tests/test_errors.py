@@ -125,7 +125,7 @@ CASES = {
         "gate: 3 arguments do not fit.\n"
         "  token_ids was given, but TopK does not use it: leave it out.\n"
         "  bias was given, but TopK does not use it: leave it out.\n"
-        "  spec='mesh': this version runs on one device, so spec must be None.",
+        "  spec='mesh', but it must be an fmoe.ShardingSpec, or None for one device.",
     ),
     "groups": (
         lambda: gate(groups=2),

@@ -18,10 +18,18 @@ LAYERS = [
     "_autocast",
     "_errors",
     "_typing",
+    "_axes",
     "_value",
     "values",
+    "program",
+    "cost",
     "ops",
+    "trace",
+    "sharding",
     "functional",
+    "text",
+    "stages",
+    "auto",
     "transforms",
     "__init__",
     "__main__",
@@ -61,6 +69,14 @@ def test_imports_point_down():
             if LAYERS.index(other) > LAYERS.index(mine):
                 wrong.append(f"{path.relative_to(ROOT)} imports {'.'.join(module)}")
     assert wrong == []
+
+
+def test_where_and_what_are_apart():
+    """What is computed knows of where it runs only the spec; only one file of `sharding` knows of processes."""
+    for path in (ROOT / "functional").glob("*.py"):
+        assert {m for m in imports_of(path) if m and m[0] == "sharding"} <= {("sharding", "spec")}, path
+    users = {path.name for path in (ROOT / "sharding").glob("*.py") if "torch.distributed" in _all_imports(path)}
+    assert users == {"distribute.py"}
 
 
 def test_modules_have_no_cycle():

@@ -66,7 +66,14 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
     if spec is not None:
         nothing = routing.experts.new_empty(routing.num_experts, 3)
         return Tokens(
-            routing.experts, nothing, nothing, x=x, layout=layout or "", capacity=routing.capacity, dtype=x.dtype, spec=spec
+            routing.experts,
+            nothing,
+            nothing,
+            x=x,
+            layout=layout or "",
+            capacity=routing.capacity,
+            dtype=x.dtype,
+            spec=spec,
         )
     most = tokens * k if routing.capacity is None else routing.capacity
     index, order, groups = row_index(routing.experts, routing.slots, routing.num_experts, most)

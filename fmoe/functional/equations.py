@@ -58,7 +58,15 @@ def _gate_types(x: Type, weight: Type, *rest: Type, router: Any, **_: Any) -> li
 
 @operation("gate", _gate_types, shown=("router", "capacity", "groups", "given"))
 def _gate(
-    place: Place, x: Tensor, weight: Tensor, *rest: Tensor, router: Any, capacity: Any, groups: Any, given: Any, spec: Any
+    place: Place,
+    x: Tensor,
+    weight: Tensor,
+    *rest: Tensor,
+    router: Any,
+    capacity: Any,
+    groups: Any,
+    given: Any,
+    spec: Any,
 ) -> tuple[Tensor, ...]:
     extra = dict(zip(given, rest, strict=True))
     r = gate(RouterParams(weight), x, router, capacity=capacity, groups=groups, **extra)
@@ -88,9 +96,7 @@ def _route(
     return experts, weights, slots, counts, sums.packed()
 
 
-@operation(
-    "aux_loss", lambda sums, *, router, num_experts, dtype: _aux_types(dtype, num_experts), shown=("router",)
-)
+@operation("aux_loss", lambda sums, *, router, num_experts, dtype: _aux_types(dtype, num_experts), shown=("router",))
 def _aux_loss(place: Place, sums: Tensor, *, router: Any, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     a = finish(Sums.unpacked(sums, num_experts, dtype), router)
     return a.balance, a.z, a.importance, a.load, a.entropy, a.counts, a.dropped
@@ -183,7 +189,9 @@ def _ffn_types(
     return [Type(recv.dtype, (*recv.dims[:-1], width), ("mp",) if mp > 1 else ())]
 
 
-def _ffn_cost(axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, extra: int, **_: Any) -> Cost:
+def _ffn_cost(
+    axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, extra: int, **_: Any
+) -> Cost:
     rows = math.prod(map(int, operands[0].dims[:-1]))
     return expert_flops(rows, operands[1 : len(operands) - extra], activation)
 
@@ -229,7 +237,9 @@ def _padded_order(recv: Tensor) -> tuple[Tensor, Tensor]:
     return place.transpose(0, 1).reshape(-1, 1), torch.stack([first, first + ranks * slots, numbers], dim=1)
 
 
-def _built_in(place: Place, rows: Tensor, params: ExpertParams, index: Tensor, groups: Tensor, activation: str) -> Tensor:
+def _built_in(
+    place: Place, rows: Tensor, params: ExpertParams, index: Tensor, groups: Tensor, activation: str
+) -> Tensor:
     dtype = autocast_dtype(rows)
     kept, p = rows.dtype, params
     if dtype is not None:
@@ -238,7 +248,9 @@ def _built_in(place: Place, rows: Tensor, params: ExpertParams, index: Tensor, g
     b_out = flat.b_out
     if b_out is not None and place.index("mp") > 0:  # added once; the others keep it in their graph, with gradient 0
         b_out = torch.where(torch.zeros((), dtype=torch.bool, device=b_out.device), b_out, 0)
-    order = torch.empty_like(index.squeeze(1)).scatter(0, index.squeeze(1), torch.arange(index.shape[0], device=rows.device))
+    order = torch.empty_like(index.squeeze(1)).scatter(
+        0, index.squeeze(1), torch.arange(index.shape[0], device=rows.device)
+    )
     ones = torch.ones(index.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
     out, _ = ffn(
         rows, ones, flat.w_in, flat.b_in, flat.w_out, b_out, index, order, groups, activation, torch.is_grad_enabled()
@@ -287,5 +299,3 @@ def _live_slots(
 def _live_types(p: Any) -> Type:
     e = p["num_experts"] // p["ep"]
     return Type(torch.uint8, (p["ep"] * p["copies"] * p["cut"], e, p["capacity"] // p["cut"], 1))
-
-

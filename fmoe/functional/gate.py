@@ -17,9 +17,9 @@ from ..ops.routing import assign_slots, top_k
 from ..trace import Recorder, recorder, under_spec
 from ..values import Aux, RouterParams, Routing
 from .capacity import Capacity, as_capacity, slots_bound
-from .specs import spec_problems
 from .losses import Sums, balance_of, entropy_of, finish, load_chance, squared_variation, sum_over_tokens
 from .routers import TopK
+from .specs import spec_problems
 
 
 def gate(
@@ -120,9 +120,7 @@ def _record(
     experts, weights, slots, counts, *aux = writer.record("gate", [x, weight, *extra], params, GATE_OUTPUTS)
     shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]
     bound = slots_bound(rule, _group_sizes(groups, math.prod(shape)))(router.k, num_experts)
-    return Routing(
-        experts, weights, slots, counts, Aux(*aux), num_experts=num_experts, shape=shape, capacity=bound
-    )
+    return Routing(experts, weights, slots, counts, Aux(*aux), num_experts=num_experts, shape=shape, capacity=bound)
 
 
 def route(

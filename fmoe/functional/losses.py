@@ -57,7 +57,8 @@ def finish(sums: Sums, router: Any) -> Aux:
         losses = [balance_of(probs / n, sums.counts), squared_variation(probs), squared_variation(chance)]
     else:
         losses = list((sums.by_expert / n).unbind(0))
-    return Aux(*losses[:1], sums.z / n, *losses[1:], sums.entropy / n, sums.counts, sums.dropped)
+    z, entropy = (torch.stack([sums.z, sums.entropy]) / n).unbind(0)
+    return Aux(losses[0], z, losses[1], losses[2], entropy, sums.counts, sums.dropped)
 
 
 def sum_over_tokens(rows: Tensor, mask: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .._errors import CollectiveError
 from .._typing import type_text
-from .differentiable import Saved
+from .differentiable import FuncOp, Saved
 from .registry import OPS, define
 
 
@@ -49,8 +49,8 @@ def _exchange(where: str, what: str, call: Callable[[], Any]) -> Any:
 
 def _failed(where: str, what: str, error: Exception) -> CollectiveError:
     return CollectiveError(
-        f"{where}: {what} failed on rank {dist.get_rank()}. Every rank must call, in the same order, with the same plan "
-        f"and dtypes (its number of tokens may be 0). torch.distributed says: {str(error).strip().splitlines()[0]}"
+        f"{where}: {what} failed on rank {dist.get_rank()}. Every rank must call, in the same order, with the same "
+        f"plan and dtypes (its number of tokens may be 0). torch.distributed says: {str(error).strip().splitlines()[0]}"
     )
 
 
@@ -275,7 +275,7 @@ all_reduce = define(
     fake=lambda x, group, where: x.new_empty(x.shape),
     **{**_linear("all_reduce", "all_reduce"), "vmap": _elementwise_vmap("all_reduce")},
 )
-broadcast = define(
+broadcast: FuncOp = define(
     "broadcast(Tensor x, SymInt root, str group, str where) -> Tensor",
     reference=_broadcast_kernel,
     fake=lambda x, root, group, where: x.new_empty(x.shape),

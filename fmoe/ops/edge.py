@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._typing import type_text
-from .differentiable import Saved
+from .differentiable import FuncOp, Saved
 from .registry import OPS, define
 
 
@@ -70,10 +70,10 @@ def _narrowed(x: Tensor, shape: list[int]) -> Tensor:
 def _in_of_dtensor(x: Any, layout: str) -> Tensor:
     local, shape = x._local_tensor, LAYOUTS[layout].padded()
     if list(local.shape) == shape:
-        return local.view_as(local)  # type: ignore[no-any-return]
+        return local.view_as(local)
     out = local.new_zeros(shape)
     _narrowed(out, list(local.shape)).copy_(local)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _out(x: Tensor, layout: str) -> Any:
@@ -106,7 +106,7 @@ def _no_batch(batch: int, dims: tuple[Any, ...], x: Tensor, layout: str) -> Any:
     raise RuntimeError("a DTensor has no batch: call fmoe.local on the parameters outside vmap.")
 
 
-to_local = define(
+to_local: FuncOp = define(
     "to_local(Tensor x, str layout) -> Tensor",
     reference=_refuse,
     fake=lambda x, layout: x.new_empty(LAYOUTS[layout].padded()),
@@ -115,7 +115,7 @@ to_local = define(
     vmap=_no_batch,
     dtensor=_in_of_dtensor,
 )
-from_local = define(
+from_local: FuncOp = define(
     "from_local(Tensor x, str layout) -> Tensor",
     reference=_out,
     fake=lambda x, layout: x.new_empty(LAYOUTS[layout].shape),

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from .._axes import Place
+from .._errors import ProgramError
 from .._typing import accumulation_dtype
 from ..cost import Cost, gathered, reduced, scattered, swapped
-from .._errors import ProgramError
 from ..program import Program, Size, Type, at_run_time, operation
 from .ragged import Splits, chunk_splits, fan_in_rows, fan_out_rows, join_rows, split_rows
 from .rearrange import expand
@@ -48,7 +48,14 @@ def _encode_types(
 
 @operation("encode", _encode_types)
 def _encode(
-    place: Place, x: Tensor, experts: Tensor, slots: Tensor, *, layout: str, num_experts: int, capacity: int | None = None
+    place: Place,
+    x: Tensor,
+    experts: Tensor,
+    slots: Tensor,
+    *,
+    layout: str,
+    num_experts: int,
+    capacity: int | None = None,
 ) -> tuple[Tensor, ...]:
     rows = x.reshape(-1, x.shape[-1])
     ones = torch.ones(experts.shape, dtype=x.dtype, device=x.device)
@@ -159,7 +166,14 @@ def _splits(plans: Sequence[Splits], chunk: tuple[int, int], back: bool) -> tupl
 
 @operation("all_to_all", _exchange_types, cost=swapped, collective=True, partial=True, shown=("axis",))
 def _all_to_all(
-    scope: Scope, column: Column, plans: Column | None = None, *, axis: str, ranks: int, chunk: Any = None, back: bool = False
+    scope: Scope,
+    column: Column,
+    plans: Column | None = None,
+    *,
+    axis: str,
+    ranks: int,
+    chunk: Any = None,
+    back: bool = False,
 ) -> Column:
     splits = () if plans is None else _splits(plans, chunk or (0, 1), back)
     return scope.comm.all_to_all(axis, column, *splits)
@@ -219,7 +233,7 @@ def _scatter_types(x: Type, *, axis: str, ranks: int, dim: int) -> list[Type]:
 @operation("reduce_scatter", _scatter_types, cost=scattered, collective=True, partial=True, shown=("axis", "dim"))
 def _reduce_scatter(scope: Scope, column: Column, *, axis: str, ranks: int, dim: int) -> Column:
     moved = [x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1) for x in column]
-    return [part for part in scope.comm.reduce_scatter(axis, moved)]
+    return scope.comm.reduce_scatter(axis, moved)
 
 
 # --- what is in flight ---------------------------------------------------------------------------------------------
@@ -279,7 +293,9 @@ def _done(scope: Scope, column: Column) -> Column:
     return _run_part(scope, last, scope.comm.done("all_to_all", axis, values))
 
 
-@operation("call", lambda x, *, fn: [x], cost=lambda a, i, o, *, fn: _start_cost(a, i, o, fn=fn), collective=True, partial=True)
+@operation(
+    "call", lambda x, *, fn: [x], cost=lambda a, i, o, *, fn: _start_cost(a, i, o, fn=fn), collective=True, partial=True
+)
 def _call(scope: Scope, column: Column, *, fn: str) -> Column:
     return _run_part(scope, scope.lets[fn], column)
 

@@ -1,4 +1,4 @@
-"""One rank in each process: collectives through torch.distributed, over groups made on first use.
+"""One rank in each process: collectives over groups made on first use, and agreement about numbers.
 
 Every process makes every group, in one order, whether or not it is a member: a group that only its
 members make hangs the others.
@@ -6,18 +6,19 @@ members make hangs the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._axes import Axes
-from . import collectives
+from .._errors import SpecError, is_whole
+from .collectives import all_reduce
 from .registry import OPS
 from .runtime import Column, Splits
-
-
 
 _state: tuple[Any, dict[Any, Any]] = (None, {})
 
@@ -49,6 +50,79 @@ def _make_group(everyone: tuple[tuple[int, ...], ...]) -> str:
         if rank in ranks:
             own = group
     return str(own.group_name)  # type: ignore[union-attr]
+
+
+def is_up() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_world(mesh: Any) -> None:
+    """Checks that this process is one of the mesh's ranks.
+
+    Raises:
+        SpecError: if torch.distributed has another number of ranks.
+    """
+    found = dist.get_world_size() if is_up() else 1
+    if found != mesh.world:
+        raise SpecError(
+            f"the mesh has {mesh.world} ranks, but torch.distributed has {found}: make the mesh with "
+            "fmoe.make_mesh(num_experts) under torchrun, or use fmoe.simulate to run it in one process."
+        )
+
+
+def this_rank() -> int:
+    """This process's rank; 0 without torch.distributed."""
+    return dist.get_rank() if is_up() else 0
+
+
+# --- agreement ------------------------------------------------------------------------------------------------------
+
+
+def _control() -> Any:
+    """The group on which ranks agree about numbers: of host tensors, apart from the exchanges of tokens."""
+    made = made_once()
+    if "control" not in made:
+        made["control"] = dist.group.WORLD
+        if dist.get_backend() not in ("gloo", "fake"):
+            made["control"] = dist.new_group(backend="gloo")
+    return made["control"]
+
+
+def agree(numbers: Sequence[int], operation: str = "max") -> list[int]:
+    """The largest (or the sum) over ranks of each number; every rank must call."""
+    if not is_up() or dist.get_world_size() == 1 or not numbers:
+        return list(numbers)
+    held = torch.tensor(list(numbers), dtype=torch.int64)
+    kind = dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM
+    try:
+        dist.all_reduce(held, op=kind, group=_control())
+    except RuntimeError as error:
+        raise SpecError(
+            f"rank {dist.get_rank()} waited for the others to agree on sizes. Every rank must call the layer, also "
+            f"with 0 tokens. torch.distributed says: {str(error).splitlines()[0]}"
+        ) from error
+    return [int(n) for n in held]
+
+
+def mean_share(loss: Tensor, tokens: int, mesh: Any) -> Tensor:
+    """See `ShardingSpec.mean`."""
+    if not is_whole(tokens, 0):
+        raise SpecError(f"mean: tokens={tokens!r}, but it must be a whole number of at least 0.")
+    check_world(mesh)
+    (everyone,) = agree([tokens], "sum")
+    if tokens == 0:
+        return torch.where(torch.ones((), dtype=torch.bool, device=loss.device), 0.0, loss).to(loss.dtype)
+    return loss * (tokens / everyone)
+
+
+def total(share: Tensor, mesh: Any) -> Tensor:
+    """See `ShardingSpec.total`."""
+    check_world(mesh)
+    share = share.detach()
+    if mesh.world == 1:
+        return share
+    return all_reduce(share, dist.group.WORLD.group_name, "spec.total")  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -85,7 +159,7 @@ class Processes:
 
     def all_reduce(self, axis: str, column: Column) -> Column:
         """See `runtime.Communicator`."""
-        return [collectives.all_reduce(column[0], self.group(axis)[1], f"{self.where} over {axis}")]
+        return [all_reduce(column[0], self.group(axis)[1], f"{self.where} over {axis}")]
 
     def start(self, name: str, axis: str, column: Column, *splits: Splits) -> Column:
         """See `runtime.Communicator`."""

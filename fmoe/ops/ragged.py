@@ -33,7 +33,9 @@ class Splits:
 
 
 @operation(
-    "cut_sizes", lambda sizes, *, ep, mp, dp: [Type(torch.int64, (ep * mp * dp, sizes.dims[0] // ep))], shown=("mp", "dp")
+    "cut_sizes",
+    lambda sizes, *, ep, mp, dp: [Type(torch.int64, (ep * mp * dp, sizes.dims[0] // ep))],
+    shown=("mp", "dp"),
 )
 def _cut_sizes(place: Place, sizes: Tensor, *, ep: int, mp: int, dp: int) -> Tensor:
     piece = (torch.arange(dp, device=sizes.device) - place.rank) % dp  # which piece each dp rank gets
@@ -45,7 +47,9 @@ def _cut_sizes(place: Place, sizes: Tensor, *, ep: int, mp: int, dp: int) -> Ten
 
 @operation("to_host", lambda sent, received: [Type(torch.int64, (2, *sent.dims), kind="host")])
 def _to_host(place: Place, sent: Tensor, received: Tensor) -> Splits:
-    with host_numbers("the number of rows for each rank", 'use a plan with layout="padded" under vmap, compile and export.'):
+    with host_numbers(
+        "the number of rows for each rank", 'use a plan with layout="padded" under vmap, compile and export.'
+    ):
         both = torch.stack([sent, received]).tolist()
     sends, receives = np.array(both, dtype=np.int64).reshape(2, *sent.shape)
     return Splits(sends, receives)

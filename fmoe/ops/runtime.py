@@ -114,11 +114,11 @@ def _apply(
         where = f"{equation.layer or 'program'}: {equation.outputs[0].name} = {equation.op}"
         scope = Scope(comm.at(where, mine), places, lets)
         return [operation.run(scope, *columns, **params)]
-    each = []
+    results = []
     for i, place in enumerate(places):
         result = operation.run(place, *(column[i] for column in columns), **dict(equations[i].params))
-        each.append(result if isinstance(result, tuple) else (result,))
-    return [list(column) for column in zip(*each, strict=True)]
+        results.append(result if isinstance(result, tuple) else (result,))
+    return [list(column) for column in zip(*results, strict=True)]
 
 
 def call_torch(equation: Equation, operands: Sequence[Any]) -> list[Tensor]:

@@ -26,7 +26,8 @@ class Simulated:
         return replace(self, axes=axes)
 
     def _groups(self, axis: str, column: Column) -> list[list[int]]:
-        assert self.axes is not None and len(column) == self.axes.world
+        assert self.axes is not None
+        assert len(column) == self.axes.world
         return [self.axes.ranks(rank, axis) for rank in range(len(column))]
 
     def all_to_all(self, axis: str, column: Column, sends: Splits = None, receives: Splits = None) -> Column:

@@ -61,6 +61,4 @@ class Builder:
 
     def program(self) -> Program:
         """What was written."""
-        return replace(
-            self.source, inputs=self.inputs, equations=tuple(self.equations), lets=tuple(self.lets)
-        )
+        return replace(self.source, inputs=self.inputs, equations=tuple(self.equations), lets=tuple(self.lets))

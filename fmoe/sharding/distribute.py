@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._errors import SpecError, is_whole, refuse
+from .._errors import SpecError, refuse
 from .._typing import type_text
-from ..ops.collectives import all_reduce
 from ..ops.differentiable import innermost
 from ..ops.edge import Layout, layout_key, to_local
-from ..ops.processes import made_once
-from ..trace import Mark, marks_of
+from ..ops.processes import check_world, is_up, made_once, this_rank
 from ..values import ExpertParams, MoEParams
 from .mesh import Mesh, abstract_mesh
-from .placement import local_part, split_dims
+from .placement import Mark, local_part, marks_of, split_dims
 from .spec import ShardingSpec
 
 
@@ -52,86 +50,14 @@ def make_mesh(num_experts: int | Sequence[int], *, world: int | None = None, nod
         Mesh(expert=4, shard=1, node=4)
     """
     if world is None:
-        world = dist.get_world_size() if _is_up() else 1
+        world = dist.get_world_size() if is_up() else 1
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         if node is None and local.isdecimal() and int(local) and world % int(local) == 0:
             node = int(local)
     return abstract_mesh(num_experts, world, node)
 
 
-def _is_up() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def check_world(mesh: Mesh) -> None:
-    """Checks that this process is one of the mesh's ranks.
-
-    Raises:
-        SpecError: if torch.distributed has another number of ranks.
-    """
-    found = dist.get_world_size() if _is_up() else 1
-    if found != mesh.world:
-        raise SpecError(
-            f"the mesh has {mesh.world} ranks, but torch.distributed has {found}: make the mesh with "
-            "fmoe.make_mesh(num_experts) under torchrun, or use fmoe.simulate to run it in one process."
-        )
-
-
-def this_rank() -> int:
-    """This process's rank; 0 without torch.distributed."""
-    return dist.get_rank() if _is_up() else 0
-
-
-# --- agreement ------------------------------------------------------------------------------------------------------
-
-
-def _control() -> Any:
-    """The group on which ranks agree about numbers: of host tensors, apart from the exchanges of tokens."""
-    made = made_once()
-    if "control" not in made:
-        made["control"] = dist.group.WORLD
-        if dist.get_backend() not in ("gloo", "fake"):
-            made["control"] = dist.new_group(backend="gloo")
-    return made["control"]
-
-
-def agree(numbers: Sequence[int], operation: str = "max") -> list[int]:
-    """The largest (or the sum) over ranks of each number; every rank must call."""
-    if not _is_up() or dist.get_world_size() == 1 or not numbers:
-        return list(numbers)
-    held = torch.tensor(list(numbers), dtype=torch.int64)
-    kind = dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM
-    try:
-        dist.all_reduce(held, op=kind, group=_control())
-    except RuntimeError as error:
-        raise SpecError(
-            f"rank {dist.get_rank()} waited for the others to agree on sizes. Every rank must call the layer, also with "
-            f"0 tokens. torch.distributed says: {str(error).splitlines()[0]}"
-        ) from error
-    return [int(n) for n in held]
-
-
-def mean_share(loss: Tensor, tokens: int, mesh: Mesh) -> Tensor:
-    """See `ShardingSpec.mean`."""
-    if not is_whole(tokens, 0):
-        raise SpecError(f"mean: tokens={tokens!r}, but it must be a whole number of at least 0.")
-    check_world(mesh)
-    (everyone,) = agree([tokens], "sum")
-    if tokens == 0:
-        return torch.where(torch.ones((), dtype=torch.bool, device=loss.device), 0.0, loss).to(loss.dtype)
-    return loss * (tokens / everyone)
-
-
-def total(share: Tensor, mesh: Mesh) -> Tensor:
-    """See `ShardingSpec.total`."""
-    check_world(mesh)
-    share = share.detach()
-    if mesh.world == 1:
-        return share
-    return all_reduce(share, dist.group.WORLD.group_name, "spec.total")  # type: ignore[union-attr]
-
-
-# --- DTensors ----------------------------------------------------------------------------------------------------------
+# --- DTensors --------------------------------------------------------------------------------------------
 
 
 def _device_mesh(mesh: Mesh, device: str) -> Any:
@@ -231,13 +157,13 @@ def cross(leaf: Any, mark: Mark, mesh: Mesh) -> Tensor:
     held: Any = innermost(leaf)
     if tuple(held.placements) != layout.placements or held.device_mesh != layout.mesh:
         raise SpecError(
-            f"a DTensor {type_text(leaf)} is placed {tuple(held.placements)} on {held.device_mesh}, but this spec needs "
-            f"{layout.placements} on {layout.mesh}: make it with fmoe.distribute(params, spec)."
+            f"a DTensor {type_text(leaf)} is placed {tuple(held.placements)} on {held.device_mesh}, but this spec "
+            f"needs {layout.placements} on {layout.mesh}: make it with fmoe.distribute(params, spec)."
         )
     from torch.distributed.tensor import DTensor
 
     to_local.know_dtensors_once(DTensor)
-    return to_local(leaf, layout_key(layout))  # type: ignore[no-any-return]
+    return to_local(leaf, layout_key(layout))
 
 
 def local(params: Any, spec: ShardingSpec) -> Any:
@@ -337,11 +263,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Any, max_norm: float, norm_ty
     refuse("clip_grad_norm_", problems)
     if not isinstance(parameters, (list, tuple)):
         parameters = list(parameters) if not isinstance(parameters, Tensor) and _iterates(parameters) else parameters
-    grads = [p.grad for p in pytree.tree_leaves(parameters) if isinstance(p, Tensor) and p.grad is not None]
+    grads: list[Any] = [p.grad for p in pytree.tree_leaves(parameters) if isinstance(p, Tensor) and p.grad is not None]
     sums: dict[Any, list[Tensor]] = {}
     for grad in grads:
         where: Any = (grad.device_mesh, tuple(grad.placements)) if is_dtensor(grad) else None
-        held = grad.to_local() if is_dtensor(grad) else grad  # type: ignore[operator]
+        held = grad.to_local() if is_dtensor(grad) else grad
         sums.setdefault(where, []).append(_power(held, norm_type))
     powers = [_over_shards(torch.stack(parts), where, norm_type) for where, parts in sums.items()]
     if not powers:
@@ -351,7 +277,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Any, max_norm: float, norm_ty
     norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        held = grad.to_local() if is_dtensor(grad) else grad  # type: ignore[operator]
+        held = grad.to_local() if is_dtensor(grad) else grad
         held.mul_(scale.to(device=held.device, dtype=held.dtype))
     return norm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +63,7 @@ def name_layers(program: Program) -> tuple[Program, list[Layer]]:
     """
     made_by = {var.name: eq for eq in program.equations for var in eq.outputs}
     marks: dict[str, str] = {}
-    layers = []
+    layers: list[Layer] = []
     for eq in program.equations:
         if eq.op != "dispatch":
             continue
@@ -96,8 +95,3 @@ def _only(program: Program, source: Equation, op: str, name: str) -> Equation:
             "dispatch, expert_apply, combine, once each."
         )
     return users[0]
-
-
-def unique_layer_names(layers: Sequence[Layer]) -> list[str]:
-    """Names of layers."""
-    return [layer.name for layer in layers]

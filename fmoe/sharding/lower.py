@@ -6,18 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from .._axes import Axes
 from ..program import Program
+from .exchange import exchange_tokens
 from .layers import Layer
 from .mesh import Mesh
+from .pipeline import hierarchical, pipeline
 from .plan import Plan, check_legal
-from .rewrites import (
-    exchange_tokens,
-    gather_weights,
-    hierarchical,
-    localize,
-    overlap_gathers,
-    pipeline,
-    sum_losses,
-)
+from .rewrites import gather_weights, localize, overlap_gathers, sum_losses
 
 
 def axes_of(plan: Plan, mesh: Mesh) -> Axes:

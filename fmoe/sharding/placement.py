@@ -7,12 +7,64 @@ nobody chooses and hidden units that contribute 0, so results are exact for any 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .._axes import Axes
 from ..ops.exchange import shard_of
 from ..program import Type
+from ..values import ExpertParams, MoEParams
 from .mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a leaf of the arguments is.
+
+    Attributes:
+        role: ``w_in``, ``w_out``, ``b_in``, ``b_out``, ``expert`` (of a user's function) or ``value``.
+        sharded: (E, H), or (E,) for ``expert``, if it is one rank's part of the whole.
+    """
+
+    role: str
+    sharded: tuple[int, ...] | None = None
+
+    def whole(self, part: Type) -> Type:
+        """The type of the whole leaf, from that of a part."""
+        if self.sharded is None or self.role == "value":
+            return part
+        dims = [self.sharded[0], *part.dims[1:]]
+        if self.role in ("w_in", "b_in"):
+            dims[-1] = self.sharded[1]
+        if self.role == "w_out":
+            dims[1] = self.sharded[1]
+        return part.with_dims(*dims)
+
+
+def marks_of(tree: Any) -> list[Mark]:
+    """For each leaf of a tree of arguments, what it is.
+
+    Leaves under an `ExpertParams`, and under the `experts` of an `MoEParams`, belong to experts.
+    """
+
+    def mark(node: Any) -> Any:
+        if isinstance(node, ExpertParams):
+            names = ("w_in", "w_out", "b_in", "b_out")
+            marked: Any = [None if getattr(node, n) is None else Mark(n, node.sharded) for n in names]
+            return ExpertParams(*marked)
+        if isinstance(node, MoEParams):
+            part = Mark("expert", None if node.sharded is None else (node.sharded,))
+            own = isinstance(node.experts, ExpertParams)
+            experts = mark(node.experts) if own else pytree.tree_map(lambda _: part, node.experts)
+            return MoEParams(pytree.tree_map(lambda _: Mark("value"), node.router), experts)
+        return Mark("value")
+
+    marked = pytree.tree_map(mark, tree, is_leaf=lambda n: isinstance(n, (ExpertParams, MoEParams)))
+    return [leaf if isinstance(leaf, Mark) else Mark("value") for leaf in pytree.tree_leaves(marked)]
+
 
 #: Roles of leaves that belong to experts.
 EXPERT_ROLES = ("w_in", "w_out", "b_in", "b_out", "expert")

@@ -153,7 +153,7 @@ def _plans(mesh: Mesh, layouts: tuple[str, ...], pipelines: tuple[int, ...]) -> 
                 for a2a in ("linear", "2dh"):
                     for pipeline in pipelines:
                         padded = layout == "padded"
-                        if (mp == "gather" or a2a == "2dh") and not padded or mp == "gather" and r == 1:
+                        if ((mp == "gather" or a2a == "2dh") and not padded) or (mp == "gather" and r == 1):
                             continue
                         plan = Plan("ep", r, mp, pipeline, a2a, layout)
                         if not why_illegal(plan, mesh):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._errors import PlanError, is_whole
+from ..ops.processes import mean_share, total
 from .mesh import Mesh, refuse_spec
 from .plan import Plan, as_plan, check_legal
 
@@ -69,10 +70,11 @@ class ShardingSpec:
         """
         if isinstance(self.plan, Plan):
             return self.plan
-        plans = dict(self.plan)  # type: ignore[arg-type]
+        plans: dict[str, Any] = dict(self.plan)
         if layer not in plans:
             raise PlanError(f"there is no plan for {layer}: plan= names {', '.join(plans)}.")
-        return plans[layer]  # type: ignore[return-value]
+        plan: Plan = plans[layer]
+        return plan
 
     def replace(self, **changes: Any) -> ShardingSpec:
         """A copy with some fields changed, checked again."""
@@ -90,8 +92,6 @@ class ShardingSpec:
         Raises:
             SpecError: if tokens is not a whole number of at least 0.
         """
-        from .distribute import mean_share
-
         return mean_share(loss, tokens, self.mesh)
 
     def total(self, share: Any) -> Any:
@@ -100,8 +100,6 @@ class ShardingSpec:
         Args:
             share: a tensor of the same shape on every rank.
         """
-        from .distribute import total
-
         return total(share, self.mesh)
 
 
