@@ -1,4 +1,4 @@
-"""The command line: ``python -m fmoe transforms``."""
+"""The command line: ``python -m fmoe show`` and ``python -m fmoe transforms``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -15,17 +15,26 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__
+from .functional.config import MoEConfig
+from .functional.moe import moe
+from .functional.routers import TopK
+from .ops.activations import ACTIVATIONS
 from .ops.differentiable import TORCH_CHECKED
+from .sharding.distribute import make_mesh
+from .sharding.spec import ShardingSpec
+from .stages import trace
+from .values import ExpertParams, MoEParams, RouterParams
 
 if TYPE_CHECKING:
     from .transforms.table import Cell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 1 if a cell of the table fails."""
+    """Runs a command; returns the exit code: 0, 1 if a cell of the table fails, 2 for a plan that is not legal."""
     parser = argparse.ArgumentParser(prog="python -m fmoe", description="Mixture-of-Experts as pure functions.")
     parser.add_argument("--version", action="version", version=f"fmoe {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_show(commands)
     table = commands.add_parser(
         "transforms",
         help="run every operation and the layer under every transform, here and now, and print the table",
@@ -36,7 +45,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     table.add_argument("--rows", nargs="+", metavar="NAME", help="only these transforms, such as grad 'jvp(jvp)'")
     table.add_argument("--subjects", nargs="+", metavar="NAME", help="only these, such as gmm 'moe ragged'")
     arguments = parser.parse_args(argv)
+    if arguments.command == "show":
+        return _show(arguments)
     return _transforms(table, arguments.backend, arguments.rows, arguments.subjects)
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser(
+        "show",
+        help="print the program of one layer under a plan, and its cost; needs no devices",
+        description="Prints the program that each rank runs under a plan, and what it costs, for any number of ranks.",
+    )
+    for name, default, text in (
+        ("experts", 8, "experts (E)"),
+        ("world", 8, "ranks (W)"),
+        ("node", None, "ranks per node; all of them by default"),
+        ("tokens", 4096, "tokens of each rank (T)"),
+        ("model-dim", 1024, "model dim (M)"),
+        ("hidden-dim", 4096, "hidden dim of an expert (H)"),
+        ("top-k", 2, "experts per token (K)"),
+    ):
+        show.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    show.add_argument("--plan", default="ep", help='such as "ep r=2 pipeline=2 a2a=2dh" (default ep)')
+    show.add_argument("--capacity", type=float, metavar="F", help="capacity factor; drops nothing by default")
+    show.add_argument("--activation", default="swiglu", choices=sorted(ACTIVATIONS))
+    show.add_argument("--dtype", default="bfloat16", choices=("float64", "float32", "bfloat16", "float16"))
+    show.add_argument("--logical", action="store_true", help="the program before any plan")
+
+
+def _show(given: argparse.Namespace) -> int:
+    """Prints the text of a layer under a plan; 2 with one line on stderr if there is no such plan."""
+    try:
+        config = MoEConfig(
+            num_experts=given.experts,
+            model_dim=given.model_dim,
+            hidden_dim=given.hidden_dim,
+            router=TopK(given.top_k),
+            activation=given.activation,
+            capacity=given.capacity,
+        )
+        mesh = make_mesh(given.experts, world=given.world, node=given.node)
+        spec = ShardingSpec(mesh, plan=given.plan, max_tokens=given.tokens)
+        params, x = _without_data(config, given.tokens, getattr(torch, given.dtype))
+
+        def layer(params: MoEParams, x: torch.Tensor) -> Any:
+            return moe(params, x, config)
+
+        traced = trace(layer)(params, x)
+        print(traced.as_text() if given.logical else traced.plan(spec).as_text())
+    except ValueError as error:
+        print(f"python -m fmoe show: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _without_data(config: MoEConfig, tokens: int, dtype: torch.dtype) -> tuple[MoEParams, torch.Tensor]:
+    """Parameters and tokens that have shapes alone."""
+    experts, dim, hidden = config.num_experts, config.model_dim, config.hidden_dim
+    halves = (2,) if ACTIVATIONS[config.activation].gated else ()
+    shapes = (dim, experts), (experts, dim, *halves, hidden), (experts, hidden, dim), (tokens, dim)
+    router, w_in, w_out, x = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    return MoEParams(RouterParams(router), ExpertParams(w_in, w_out)), x
 
 
 def _transforms(

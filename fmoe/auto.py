@@ -7,7 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ._errors import SpecError
 from .functional.combine import combine
@@ -50,6 +52,7 @@ class Auto:
         self._traced: Recent[Traced] = Recent()
         self._compiled: Recent[Compiled] = Recent()
         self._agreed: set[Any] = set()
+        self._called: Recent[Compiled] = Recent()
 
     def use(self, plan: Plan | str | Mapping[str, Plan | str]) -> None:
         """Runs under another plan from the next call on; every rank must choose the same.
@@ -65,7 +68,19 @@ class Auto:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function on this rank's tokens; every rank must call."""
-        return self._for(Signature.of(args), args).run(args)
+        if torch.compiler.is_dynamo_compiling():
+            return self._made_before(args).run_plain(args)
+        signature = Signature.of(args)
+        compiled = self._for(signature, args)
+        self._called.find((self.spec, _types_given(args)), lambda: compiled)
+        return compiled.run(args, signature.marks)
+
+    def _made_before(self, args: tuple[Any, ...]) -> Compiled:
+        """Under torch.compile: the program of an earlier call with these types, as nothing can be planned there."""
+        compiled = self._called.get((self.spec, _types_given(args)))
+        if compiled is not None:
+            return compiled
+        raise ValueError("no program is planned for these types yet: call the function once before it is compiled.")
 
     def _for(self, signature: Signature, args: tuple[Any, ...]) -> Compiled:
         traced = self._traced.find(signature, lambda: trace(self.fn)(*args))
@@ -84,15 +99,25 @@ class Auto:
         check_world(spec.mesh)
         print_ = fingerprint(traced, spec)
         if spec.max_tokens is None or print_ not in self._agreed:
-            *needed, high, low = agree([*needed, print_, -print_])
+            *needed, high, low = agree([*needed, print_, -print_], _layers_text(traced))
             if high != -low:
                 raise SpecError(
-                    f"{traced.program.name}: the ranks disagree. Rank {this_rank()} calls it with "
+                    f"{_layers_text(traced)}: the ranks disagree. Rank {this_rank()} calls it with "
                     f"{', '.join(str(t) for t in traced.in_types)} under {_plans_text(traced, spec)}, another rank "
                     "with other dtypes, dims, plan or function; only the number of tokens may differ."
                 )
             self._agreed.add(print_)
         return dict(zip(names, needed, strict=True))
+
+
+def _layers_text(traced: Traced) -> str:
+    layers = ", ".join(layer.name for layer in traced.layers)
+    return f"{traced.program.name} ({layers})" if layers else traced.program.name
+
+
+def _types_given(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shapes and dtypes of the tensors as they are given, which torch.compile can follow."""
+    return tuple((tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
 
 
 def _plans_text(traced: Traced, spec: ShardingSpec) -> str:

@@ -125,7 +125,7 @@ class Equation:
         params: (name, value) pairs in the operation's order.
         note: a fixed remark of the rewrite that made the line.
         no_grad: whether the user made the call under `torch.no_grad`.
-        autocast: the autocast dtype in force, where it is not that of the caller; False if switched off.
+        autocast: (device, dtype) of the autocast in force, where it is not that of the caller; False for off.
         layer: name of the MoE layer it belongs to, or "".
     """
 

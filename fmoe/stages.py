@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ._axes import Axes
-from ._errors import SpecError
+from ._errors import PlanError, SpecError
 from .cost import ProgramCost, program_cost
 from .functional import equations as _equations  # noqa: F401  registers the operations of programs
 from .ops.processes import Processes, check_world, this_rank
@@ -63,6 +63,15 @@ class Signature:
     def types(self) -> list[Type]:
         """Whole types of the tensors."""
         return [leaf[0] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
+
+    def shown(self) -> list[str]:
+        """Each leaf as text: a whole type and its device, or the leaf itself."""
+        return [
+            f"{leaf[0]}" + (f" on {leaf[2]}" if leaf[2] != "cpu" else "")
+            if isinstance(leaf, tuple) and isinstance(leaf[0], Type)
+            else repr(leaf)
+            for leaf in self.leaves
+        ]
 
     @property
     def marks(self) -> list[Mark]:
@@ -120,6 +129,9 @@ class Traced:
         Raises:
             PlanError: if a plan is not legal for a layer.
         """
+        unknown = spec.unknown_names([layer.name for layer in self.layers])
+        if unknown:
+            raise PlanError(unknown)
         plans = {layer.name: plan_of(layer, spec) for layer in self.layers}
         if widths is None:
             widths = {layer.name: slots_of(layer, spec) for layer in self.layers}
@@ -197,6 +209,7 @@ class Compiled:
 
     planned: Planned
     comm: Processes = field(default_factory=Processes)
+    rank: int = field(default_factory=this_rank)
 
     def as_text(self) -> str:
         """The program, each line with what runs it."""
@@ -223,23 +236,32 @@ class Compiled:
             ValueError: if the arguments are not those it was planned for.
         """
         signature = Signature.of(args)
-        expected = self.planned.traced.signature
-        if signature != expected:
-            raise ValueError(_difference(self.planned.program.name, expected, signature))
-        return self.run(args)
+        difference = _difference(self.planned.program.name, self.planned.traced.signature, signature)
+        if difference:
+            raise ValueError(difference)
+        return self.run(args, signature.marks)
 
-    def run(self, args: tuple[Any, ...]) -> Any:
-        """`__call__` without the check."""
-        mesh, captured = self.planned.spec.mesh, self.planned.traced.captured
-        leaves = pytree.tree_leaves(args)
-        given = [
-            local_leaf(leaf, mark, mesh)
-            for leaf, mark in zip(leaves, marks_of(args), strict=True)
-            if isinstance(leaf, Tensor)
+    def run(self, args: tuple[Any, ...], marks: Sequence[Mark]) -> Any:
+        """`__call__` without the check; `marks` of the tensors in `args`."""
+        mesh = self.planned.spec.mesh
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        return self._run([local_leaf(leaf, mark, mesh) for leaf, mark in zip(leaves, marks, strict=True)])
+
+    def run_plain(self, args: tuple[Any, ...]) -> Any:
+        """`run` for plain tensors, which torch.compile can follow."""
+        mesh, rank = self.planned.spec.mesh, self.rank
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        marks = self.planned.traced.signature.marks
+        parts = [
+            leaf if mark.sharded is not None else local_part(leaf, mark.role, mesh, rank)
+            for leaf, mark in zip(leaves, marks, strict=True)
         ]
-        columns = [[value] for value in (*given, *captured.constants)]
-        (rank,) = [this_rank()]
-        outputs = run([self.planned.program], columns, self.comm, [rank], self.planned.axes)
+        return self._run(parts)
+
+    def _run(self, parts: Sequence[Tensor]) -> Any:
+        captured = self.planned.traced.captured
+        columns = [[value] for value in (*parts, *captured.constants)]
+        outputs = run([self.planned.program], columns, self.comm, [self.rank], self.planned.axes)
         return _assemble(captured, [column[0] for column in outputs])
 
 
@@ -249,15 +271,15 @@ def _assemble(captured: Captured, outputs: Sequence[Any]) -> Any:
 
 
 def _difference(name: str, expected: Signature, found: Signature) -> str:
-    if expected.treespec != found.treespec or len(expected.leaves) != len(found.leaves):
-        return f"{name}: the arguments are another tree than those it was planned for: plan it again for these."
-    lines = []
-    for want, have in zip(expected.leaves, found.leaves, strict=True):
-        if want != have:
-            shown = [str(x[0]) if isinstance(x, tuple) and isinstance(x[0], Type) else repr(x) for x in (want, have)]
-            lines.append(f"planned for {shown[0]}, called with {shown[1]}")
+    """What differs between what was planned for and a call, or an empty string."""
+    want, have = expected.shown(), found.shown()
+    lines = [f"planned for {a}, called with {b}" for a, b in zip(want, have, strict=False) if a != b]
+    if len(want) != len(have):
+        lines.append(f"planned for {len(want)} arguments, called with {len(have)}")
     if expected.autocast != found.autocast:
         lines.append(f"planned with autocast {expected.autocast}, called with {found.autocast}")
+    if not lines:
+        return ""
     return "\n  ".join([f"{name}: the arguments are not those it was planned for; plan it again for these.", *lines])
 
 

@@ -76,7 +76,8 @@ def _params_text(equation: Equation) -> str:
     if equation.no_grad:
         parts.append("no_grad")
     if equation.autocast is not None:
-        parts.append(f"autocast={_value_text(equation.autocast) if equation.autocast else 'off'}")
+        dtype = equation.autocast[1]
+        parts.append(f"autocast={_value_text(dtype) if dtype else 'off'}")
     return f"[{' '.join(parts)}]" if parts else ""
 
 

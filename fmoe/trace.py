@@ -232,7 +232,7 @@ class Recorder(TorchFunctionMode):
                 tuple(operands),
                 tuple(params),
                 no_grad=not torch.is_grad_enabled(),
-                autocast=None if autocast == self._ambient else autocast,
+                autocast=None if autocast == self._ambient else (self._device, autocast),
             )
         )
 

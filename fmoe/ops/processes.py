@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._axes import Axes
-from .._errors import SpecError, is_whole
+from .._errors import CollectiveError, SpecError, is_whole
 from .collectives import all_reduce
 from .registry import OPS
 from .runtime import Column, Splits
@@ -89,7 +89,7 @@ def _control() -> Any:
     return made["control"]
 
 
-def agree(numbers: Sequence[int], operation: str = "max") -> list[int]:
+def agree(numbers: Sequence[int], where: str, operation: str = "max") -> list[int]:
     """The largest (or the sum) over ranks of each number; every rank must call."""
     if not is_up() or dist.get_world_size() == 1 or not numbers:
         return list(numbers)
@@ -98,9 +98,9 @@ def agree(numbers: Sequence[int], operation: str = "max") -> list[int]:
     try:
         dist.all_reduce(held, op=kind, group=_control())
     except RuntimeError as error:
-        raise SpecError(
-            f"rank {dist.get_rank()} waited for the others to agree on sizes. Every rank must call the layer, also "
-            f"with 0 tokens. torch.distributed says: {str(error).splitlines()[0]}"
+        raise CollectiveError(
+            f"{where}: rank {dist.get_rank()} waited for the others, to agree on sizes (all_reduce over world). Every "
+            f"rank must call, also with 0 tokens. torch.distributed says: {str(error).splitlines()[0]}"
         ) from error
     return [int(n) for n in held]
 
@@ -110,7 +110,7 @@ def mean_share(loss: Tensor, tokens: int, mesh: Any) -> Tensor:
     if not is_whole(tokens, 0):
         raise SpecError(f"mean: tokens={tokens!r}, but it must be a whole number of at least 0.")
     check_world(mesh)
-    (everyone,) = agree([tokens], "sum")
+    (everyone,) = agree([tokens], "spec.mean", "sum")
     if tokens == 0:
         return torch.where(torch.ones((), dtype=torch.bool, device=loss.device), 0.0, loss).to(loss.dtype)
     return loss * (tokens / everyone)
@@ -142,8 +142,9 @@ class Processes:
         assert axes is not None
         made = made_once()
         if (axes, axis) not in made:
-            made[axes, axis] = group_name(axes, axis)
-        return axes.size(axis), made[axes, axis]
+            made[axes, axis] = (axes.size(axis), group_name(axes, axis))
+        found: tuple[int, str] = made[axes, axis]
+        return found
 
     def all_to_all(self, axis: str, column: Column, sends: Splits = None, receives: Splits = None) -> Column:
         """See `runtime.Communicator`."""

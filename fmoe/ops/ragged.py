@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from .._axes import Axes, Place
+from .._errors import refuse
 from ..program import Type, operation
 from .differentiable import host_numbers
 from .rearrange import combine, expand
 
 Array = Any
+_WHAT = "the number of rows for each rank"
+_WAY_OUT = 'use a plan with layout="padded" under vmap, compile and export.'
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ def _cut_sizes(place: Place, sizes: Tensor, *, ep: int, mp: int, dp: int) -> Ten
 
 @operation("to_host", lambda sent, received: [Type(torch.int64, (2, *sent.dims), kind="host")])
 def _to_host(place: Place, sent: Tensor, received: Tensor) -> Splits:
-    with host_numbers(
-        "the number of rows for each rank", 'use a plan with layout="padded" under vmap, compile and export.'
-    ):
+    if torch.compiler.is_compiling():
+        refuse("to_host", [f"{_WHAT} is needed as a number, and inside a transform it has none: {_WAY_OUT}"])
+    with host_numbers(_WHAT, _WAY_OUT):
         both = torch.stack([sent, received]).tolist()
     sends, receives = np.array(both, dtype=np.int64).reshape(2, *sent.shape)
     return Splits(sends, receives)

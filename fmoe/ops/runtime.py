@@ -137,9 +137,8 @@ def _modes(equation: Equation) -> Any:
         if equation.no_grad:
             stack.enter_context(torch.no_grad())
         if equation.autocast is not None:
-            kind = equation.param("device", "cpu")
-            on = equation.autocast is not False
-            stack.enter_context(torch.autocast(kind, dtype=equation.autocast if on else None, enabled=on))
+            device, dtype = equation.autocast
+            stack.enter_context(torch.autocast(device, dtype=dtype or None, enabled=dtype is not False))
         yield
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .._errors import PlanError
-from ..program import Equation, Program
+from ..program import Equation, Program, Type
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,14 @@ class Layer:
         gate: its gate equation, or None for a routing made by hand.
         dispatch: its dispatch equation.
         apply: its expert_apply equation.
+        routed: type of the choices ``[T,K]``.
     """
 
     name: str
     gate: Equation | None
     dispatch: Equation
     apply: Equation
+    routed: Type
 
     @property
     def num_experts(self) -> int:
@@ -33,17 +34,12 @@ class Layer:
     @property
     def tokens(self) -> int:
         """This rank's T."""
-        return int(self._routed.dims[0])
+        return int(self.routed.dims[0])
 
     @property
     def k(self) -> int:
         """Choices per token."""
-        return int(self._routed.dims[1])
-
-    @property
-    def _routed(self) -> Any:
-        assert self.gate is not None
-        return self.gate.outputs[0].type
+        return int(self.routed.dims[1])
 
     def slots(self, tokens: int) -> int:
         """Slots per expert that suffice for any rank with at most `tokens` tokens."""
@@ -63,6 +59,7 @@ def name_layers(program: Program) -> tuple[Program, list[Layer]]:
     """
     made_by = {var.name: eq for eq in program.equations for var in eq.outputs}
     marks: dict[str, str] = {}
+    types = program.types()
     layers: list[Layer] = []
     for eq in program.equations:
         if eq.op != "dispatch":
@@ -75,7 +72,7 @@ def name_layers(program: Program) -> tuple[Program, list[Layer]]:
         for part in (gate, eq, apply, combine):
             if part is not None:
                 marks.setdefault(part.outputs[0].name, name)
-        layers.append(Layer(name, gate, eq, apply))
+        layers.append(Layer(name, gate, eq, apply, types[eq.operands[1]]))
     for eq in program.equations:  # a gate of no dispatch has losses all the same
         if eq.op == "gate" and eq.outputs[0].name not in marks:
             marks[eq.outputs[0].name] = "gate"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._errors import PlanError, is_whole
+from .._errors import PlanError, TraceError, is_whole
 from ..ops.processes import mean_share, total
+from ..trace import recorder
 from .mesh import Mesh, refuse_spec
 from .plan import Plan, as_plan, check_legal
 
@@ -70,11 +71,19 @@ class ShardingSpec:
         """
         if isinstance(self.plan, Plan):
             return self.plan
-        plans: dict[str, Any] = dict(self.plan)
+        held: Any = self.plan
+        plans: dict[str, Plan] = dict(held)
         if layer not in plans:
             raise PlanError(f"there is no plan for {layer}: plan= names {', '.join(plans)}.")
-        plan: Plan = plans[layer]
-        return plan
+        return plans[layer]
+
+    def unknown_names(self, layers: Sequence[str]) -> str:
+        """What is wrong if plans are given for layers that there are not; empty otherwise."""
+        if isinstance(self.plan, Plan):
+            return ""
+        named: Any = self.plan
+        wrong = [name for name, _ in named if name not in layers]
+        return f"plan= names {', '.join(wrong)}, but the layers are {', '.join(layers) or 'none'}." if wrong else ""
 
     def replace(self, **changes: Any) -> ShardingSpec:
         """A copy with some fields changed, checked again."""
@@ -92,6 +101,8 @@ class ShardingSpec:
         Raises:
             SpecError: if tokens is not a whole number of at least 0.
         """
+        if recorder() is not None:
+            raise TraceError("spec.mean is called inside a captured function: take the mean of what it returns.")
         return mean_share(loss, tokens, self.mesh)
 
     def total(self, share: Any) -> Any:
@@ -100,10 +111,12 @@ class ShardingSpec:
         Args:
             share: a tensor of the same shape on every rank.
         """
+        if recorder() is not None:
+            raise TraceError("spec.total is called inside a captured function: take the total of what it returns.")
         return total(share, self.mesh)
 
 
-class _Plans(tuple):  # type: ignore[type-arg]
+class _Plans(tuple[Any, ...]):
     """Plans by layer name, hashable."""
 
     def keys(self) -> list[str]:
