@@ -63,7 +63,9 @@ def _params_text(equation: Equation) -> str:
     parts = []
     if equation.op.startswith("torch."):
         args, kwargs = equation.param("call")
-        constants = [_call_value(arg) for arg in args] + [f"{k}={_call_value(v)}" for k, v in kwargs.items()]
+        constants = [_call_value(arg) for arg in args] + [
+            f"{k}={_call_value(v)}" for k, v in kwargs.items() if v is not None
+        ]
         while constants and constants[-1] == "_":
             constants.pop()
         if any(c != "_" for c in constants):

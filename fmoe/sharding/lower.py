@@ -48,7 +48,7 @@ def lower(
         plan = plans[layer.name]
         check_legal(plan, mesh, layer.name)
         axes[layer.name] = mine = axes_of(plan, mesh)
-        if plan.parallelism == "dp":
+        if plan.parallelism == "dp" or mesh.world == 1:  # one rank has nothing to exchange
             program = gather_weights(program, layer.name, mine, plan, parts)
             continue
         width = widths.get(layer.name, layer.slots(layer.tokens)) if plan.layout == "padded" else 0

@@ -165,9 +165,10 @@ def why_illegal(plan: Plan, mesh: Mesh) -> str:
     shard = mesh.shard
     if plan.parallelism == "ep" and shard % plan.r:
         choices = " or ".join(str(r) for r in range(1, shard + 1) if shard % r == 0)
+        share = f"{shard} ranks share one part" if shard > 1 else "each part is on one rank"
         return (
-            f"r={plan.r} is not available. {mesh.world} ranks hold the experts in {mesh.expert} parts, so {shard} "
-            f"rank{'s' if shard > 1 else ''} share one part: r divides {shard}: choose {choices}, or dp."
+            f"r={plan.r} is not available. {mesh.world} ranks hold the experts in {mesh.expert} parts, so {share}, "
+            f"and r divides {shard}: choose {choices}, or dp."
         )
     if plan.a2a == "2dh" and not 1 < mesh.node < mesh.world:
         return (
