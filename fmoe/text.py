@@ -130,7 +130,8 @@ def plan_text(planned: Any) -> str:
     lines.append("  specs")
     captured = planned.traced.captured
     for var, role in zip(planned.traced.program.inputs, captured.roles, strict=True):
-        axes = planned.axes[layers[0].name] if layers else planned.axes[""]
+        mine = [layer.name for layer in layers if var.name in layer.apply.operands]
+        axes = planned.axes[(mine or [layer.name for layer in layers] or [""])[0]]
         lines.append(f"    {var.name}: {placed_text(var.type, role, axes)}")
     if mesh.world > 1:
         lines.append(f"  agree     {'once' if spec.max_tokens else 'each call'}, on slots per expert and program")

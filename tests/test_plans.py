@@ -258,7 +258,7 @@ def test_whole_experts_that_are_not_parameters():
             assert_close(y, layer(held, x))
 
 
-# --- passes ------------------------------------------------------------------------------------------------------------
+# --- passes -------------------------------------------------------------------------------------------------
 
 
 class Passes:
@@ -360,6 +360,15 @@ def test_overlap_gathers_starts_first_and_ends_before_use():
     assert ops(after)[at - 2 : at] == ["done", "done"]
     for (a, _), (b, _) in zip(p.check(before), p.check(after), strict=True):
         assert torch.equal(a, b)
+
+
+def test_losses_that_nobody_returns_are_not_summed():
+    _, params, layer = layer_of(4)
+    spec = fmoe.ShardingSpec(fmoe.make_mesh(4, world=8))
+    only_y = fmoe.trace(lambda params, x: layer(params, x)[0])(params, tokens_of(T)[0]).plan(spec)
+    assert not {"all_reduce", "aux_loss"} & set(ops(only_y.program))
+    both = fmoe.trace(layer)(params, tokens_of(T)[0]).plan(spec)
+    assert ops(both.program).count("all_reduce") == 1
 
 
 def test_a_wrong_rewrite_is_caught():

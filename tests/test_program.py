@@ -34,8 +34,8 @@ def test_types_print():
     assert tokens + 1 == 7
 
 
-def small(*equations, inputs=(Var("s", Type(torch.float32, (4, 2, 3, 5))),), outputs=("s",)):
-    return Program("p", inputs, equations, outputs)
+def small(*equations, outputs=("s",)):
+    return Program("p", (Var("s", Type(torch.float32, (4, 2, 3, 5))),), equations, outputs)
 
 
 def swap(result, operand, kind=None, **params):
@@ -120,11 +120,14 @@ def test_a_function_with_two_layers_is_captured():
     found = fmoe.simulate(traced.plan(spec), two(), [X])[0]
     torch.testing.assert_close(found[0], want[0], rtol=1e-12, atol=1e-12)
     assert found[1][1:] == [None, "text"]
-    grads = [
-        torch.func.grad(lambda p: fn(p)[0].square().sum())({"layers": two()["layers"]})
-        for fn in (lambda p: blocks(p, X), lambda p: fmoe.simulate(traced.plan(spec), {**p, "unused": 3}, [X])[0])
-    ]
-    for a, b in zip(*map(torch.utils._pytree.tree_leaves, grads), strict=True):
+
+    def gradient(fn):
+        return torch.utils._pytree.tree_leaves(
+            torch.func.grad(lambda p: fn({"layers": p, "unused": 3})[0].square().sum())(two()["layers"])
+        )
+
+    simulated = gradient(lambda p: fmoe.simulate(traced.plan(spec), p, [X])[0])
+    for a, b in zip(simulated, gradient(lambda p: blocks(p, X)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -310,7 +313,7 @@ def test_compiled_says_what_it_was_planned_for():
     )
     assert "-> fmoe.ffn" in compiled.as_text()
     assert compiled.in_types == fmoe.trace(layer)(PARAMS, X).in_types
-    assert [str(t) for t in compiled.out_types][0] == "f64[T,3]"
+    assert str(compiled.out_types[0]) == "f64[T,3]"
 
 
 def test_a_mesh_of_another_size_is_refused():

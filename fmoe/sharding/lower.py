@@ -11,7 +11,7 @@ from .layers import Layer
 from .mesh import Mesh
 from .pipeline import hierarchical, pipeline
 from .plan import Plan, check_legal
-from .rewrites import gather_weights, localize, overlap_gathers, sum_losses
+from .rewrites import drop_unused, gather_weights, localize, overlap_gathers, sum_losses
 
 
 def axes_of(plan: Plan, mesh: Mesh) -> Axes:
@@ -56,4 +56,4 @@ def lower(
         program = pipeline(program, layer.name, plan.pipeline)
         if plan.a2a == "2dh":
             program = hierarchical(program, layer.name, mine)
-    return overlap_gathers(program), axes
+    return drop_unused(overlap_gathers(program)), axes

@@ -7,6 +7,7 @@
     pipeline           the exchanges and experts of one layer in d chunks that overlap (`pipeline`)
     hierarchical       all_to_all inside nodes, then between them (`pipeline`)
     overlap_gathers    weight gathers start first and are done just before use
+    drop_unused        what no output needs is not run: losses that nobody returns are not summed over ranks
 
 Each pass changes the equations of one layer (or one kind) and leaves the others as they are. No pass
 changes what the program computes: `simulate` runs any of their results.
@@ -161,3 +162,13 @@ def overlap_gathers(program: Program) -> Program:
             for var in eq.outputs:
                 start(var.name)
     return builder.program()
+
+
+def drop_unused(program: Program) -> Program:
+    """Leaves out equations that no output needs."""
+    needed, kept = set(program.outputs), []
+    for eq in reversed(program.equations):
+        if any(var.name in needed for var in eq.outputs):
+            kept.append(eq)
+            needed.update(eq.operands)
+    return replace(program, equations=tuple(reversed(kept)))
