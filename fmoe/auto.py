@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +65,9 @@ class Auto:
 
     def planned(self, *args: Any) -> Planned:
         """The program that a call with these arguments runs; every rank must ask."""
-        return self._for(Signature.of(args), args).planned
+        planned = self._for(Signature.of(args), args).planned
+        (most,) = agree([max((layer.tokens for layer in planned.traced.layers), default=0)], "planned")
+        return replace(planned, tokens=self.spec.max_tokens or most)
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function on this rank's tokens; every rank must call."""

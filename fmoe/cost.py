@@ -98,9 +98,12 @@ class ProgramCost:
         return sum(size for _, size in self.traffic.values())
 
 
-def program_cost(program: Program, axes: Mapping[str, Axes]) -> ProgramCost:
-    """Cost of a program; `axes` by layer, empty for a logical one."""
+def program_cost(program: Program, axes: Mapping[str, Axes], tokens: int | None = None) -> ProgramCost:
+    """Cost of a program; `axes` by layer, empty for a logical one; for T = `tokens`, or as it was traced."""
     types = program.types()
+    run_time = any(getattr(d, "letter", "") == "R" for t in types.values() for d in t.dims)
+    if tokens is not None:
+        types = {name: type.at(tokens) for name, type in types.items()}
     total = Cost()
     last: dict[str, int] = {name: len(program.equations) for name in program.outputs}
     for number, equation in enumerate(program.equations):
@@ -109,15 +112,14 @@ def program_cost(program: Program, axes: Mapping[str, Axes]) -> ProgramCost:
         operation = OPERATIONS.get(equation.op)
         if operation is not None and operation.cost is not None:
             operands = [types[name] for name in equation.operands]
-            outputs = [var.type for var in equation.outputs]
+            outputs = [types[var.name] for var in equation.outputs]
             total = total + operation.cost(axes.get(equation.layer), operands, outputs, **dict(equation.params))
-    resident = sum(var.type.bytes for var in program.inputs)
+    resident = sum(types[var.name].bytes for var in program.inputs)
     alive, peak = resident, resident
     for number, equation in enumerate(program.equations):
-        alive += sum(var.type.bytes for var in equation.outputs)
+        alive += sum(types[var.name].bytes for var in equation.outputs)
         peak = max(peak, alive)
         names = {*equation.operands, *(v.name for v in equation.outputs)}
         inputs = {var.name for var in program.inputs}
         alive -= sum(types[name].bytes for name in names - inputs if last.get(name, number) == number)
-    run_time = any(getattr(d, "letter", "") == "R" for t in types.values() for d in t.dims)
     return ProgramCost(total.flops, total.traffic, resident, peak, run_time)

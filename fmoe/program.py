@@ -24,20 +24,25 @@ from ._typing import dtype_text
 class Size(int):
     """A dim that prints as a letter: ``T``, this rank's tokens, or ``R``, rows known at run time only.
 
-    Its number is this rank's T, or for R the rows expected under an even load.
+    Its number is this rank's T, or for R the rows expected under an even load, `per_token` times T.
 
     Example:
-        >>> f"{Size(6, 'T')}", Size(6, "T") == 6
-        ('T', True)
+        >>> f"{Size(6, 'T')}", Size(6, "T") == 6, Size(12, "R", 2.0).at(100)
+        ('T', True, 200)
     """
 
     letter: str
+    per_token: float
 
-    def __new__(cls, number: int, letter: str) -> Size:
+    def __new__(cls, number: int, letter: str, per_token: float = 1.0) -> Size:
         """A number and the letter it prints as."""
         size = super().__new__(cls, number)
-        size.letter = letter
+        size.letter, size.per_token = letter, per_token
         return size
+
+    def at(self, tokens: int) -> int:
+        """The number for another T."""
+        return round(self.per_token * tokens)
 
     def __str__(self) -> str:
         return self.letter
@@ -49,7 +54,7 @@ class Size(int):
 
     def __reduce__(self) -> Any:
         """Copies and pickles with its letter."""
-        return Size, (int(self), self.letter)
+        return Size, (int(self), self.letter, self.per_token)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,10 @@ class Type:
         """The same dtype and pending sums, other dims."""
         return Type(self.dtype, tuple(dims), self.partial, self.kind)
 
+    def at(self, tokens: int) -> Type:
+        """The type for another T."""
+        return self.with_dims(*(d.at(tokens) if isinstance(d, Size) else d for d in self.dims))
+
     def fits(self, other: Type) -> bool:
         """Whether a value of type `other` may stand here; run-time rows fit any number."""
         same = (self.dtype, self.partial, self.kind) == (other.dtype, other.partial, other.kind)
@@ -98,9 +107,9 @@ def _same_size(a: int, b: int) -> bool:
     return a == b or "R" in (getattr(a, "letter", ""), getattr(b, "letter", ""))
 
 
-def at_run_time(expected: int) -> Size:
-    """The number of rows of something that only the data decides; prints as R."""
-    return Size(expected, "R")
+def at_run_time(base: int, times: float = 1.0) -> Size:
+    """The number of rows of something that only the data decides, `times` another number; prints as R."""
+    return Size(round(base * times), "R", getattr(base, "per_token", 0.0) * times)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Traced:
         if widths is None:
             widths = {layer.name: slots_of(layer, spec) for layer in self.layers}
         program, axes = lower(self.program, self.layers, self.captured.roles, spec.mesh, plans, widths)
-        return Planned(self, spec, plans, dict(widths), program, axes)
+        return Planned(self, spec, plans, dict(widths), program, axes, spec.max_tokens)
 
 
 def plan_of(layer: Layer, spec: ShardingSpec) -> Plan:
@@ -165,7 +165,11 @@ def slots_of(layer: Layer, spec: ShardingSpec) -> int:
 
 @dataclass(frozen=True)
 class Planned:
-    """One rank's program: the same text on every rank."""
+    """One rank's program: the same text on every rank.
+
+    Attributes:
+        tokens: the largest T of a rank, for which costs are given; None for the T it was traced with.
+    """
 
     traced: Traced
     spec: ShardingSpec
@@ -173,6 +177,7 @@ class Planned:
     widths: Mapping[str, int]
     program: Program
     axes: Mapping[str, Axes]
+    tokens: int | None = None
 
     def as_text(self) -> str:
         """Mesh, topology, strategy, specs, program and cost."""
@@ -180,7 +185,7 @@ class Planned:
 
     def cost(self) -> ProgramCost:
         """FLOPs, traffic and memory of one device, forward."""
-        return program_cost(self.program, self.axes)
+        return program_cost(self.program, self.axes, self.tokens)
 
     @property
     def in_types(self) -> list[Type]:

@@ -311,7 +311,7 @@ def test_sum_losses():
 
 def test_gather_weights():
     p = Passes("dp layout=padded")
-    program = gather_weights(sum_losses(p.local, 8), "moe.0", p.axes, p.plan, p.parts)
+    program = gather_weights(sum_losses(p.local, 8), "moe.0", p.axes, p.plan, p.parts, 3)
     assert ops(program)[3:] == ["dispatch", "all_gather", "all_gather", "expert_apply", "combine"]
     p.check(program)
 

@@ -110,9 +110,9 @@ def _dispatch_types(
 ) -> list[Type]:
     tokens, k = experts.dims
     if layout == "padded":
-        width: int = at_run_time(int(tokens)) if capacity is None else capacity
+        width: int = at_run_time(tokens) if capacity is None else capacity
         return [x.with_dims(num_experts, width, x.dims[-1])]
-    return [x.with_dims(at_run_time(int(tokens) * int(k)), x.dims[-1])]
+    return [x.with_dims(at_run_time(tokens, int(k)), x.dims[-1])]
 
 
 @operation("dispatch", _dispatch_types, shown=("layout", "capacity"))

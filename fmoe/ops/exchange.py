@@ -25,7 +25,7 @@ from .._axes import Place
 from .._errors import ProgramError
 from .._typing import accumulation_dtype
 from ..cost import Cost, gathered, reduced, scattered, swapped
-from ..program import Program, Size, Type, at_run_time, operation
+from ..program import Program, Type, at_run_time, operation
 from .ragged import Splits, chunk_splits, fan_in_rows, fan_out_rows, join_rows, split_rows
 from .rearrange import expand
 from .routing import row_index
@@ -42,7 +42,7 @@ def _encode_types(
     if layout == "padded":
         assert capacity is not None
         return [x.with_dims(num_experts, capacity, x.dims[-1]), index]
-    rows = Size(int(tokens) * int(k), "R")
+    rows = at_run_time(tokens, int(k))
     return [x.with_dims(rows, x.dims[-1]), index, Type(torch.int64, (num_experts,))]
 
 
@@ -73,7 +73,7 @@ def _encode(
 
 def _fan_out_types(buf: Type, *plan: Type, ep: int, copies: int, cut: int) -> list[Type]:
     if plan:
-        return [buf.with_dims(at_run_time(int(buf.dims[0]) * copies), buf.dims[-1])]
+        return [buf.with_dims(at_run_time(buf.dims[0], copies), buf.dims[-1])]
     experts, capacity, dim = buf.dims
     if experts % ep or capacity % cut:
         raise ProgramError(f"{experts} experts over ep={ep} and {capacity} slots cut in {cut} do not divide")
@@ -94,7 +94,7 @@ def _fan_in_types(back: Type, *plan: Type, ep: int, copies: int, cut: int) -> li
     if set(back.partial) - {"mp"} or (back.partial and copies == 1):
         raise ProgramError(f"{back} cannot be added up over {copies} copies")
     if plan:
-        return [Type(back.dtype, (at_run_time(int(back.dims[0]) // copies), back.dims[-1]))]
+        return [Type(back.dtype, (at_run_time(back.dims[0], 1 / copies), back.dims[-1]))]
     _, e, c, dim = back.dims
     return [Type(back.dtype, (ep * e, cut * c, dim))]
 
@@ -124,7 +124,7 @@ def _split(place: Place, send: Tensor, plan: Splits | None = None, *, chunks: in
 
 def _chunk(send: Type, chunks: int, ragged: bool) -> Type:
     if ragged:
-        return send.with_dims(Size(int(send.dims[0]) // chunks, "R"), send.dims[1])
+        return send.with_dims(at_run_time(send.dims[0], 1 / chunks), send.dims[1])
     ranks, e, c, dim = send.dims
     if c % chunks:
         raise ProgramError(f"{c} slots do not divide into {chunks} chunks")
@@ -140,7 +140,7 @@ def _concat(place: Place, *parts: Any, chunks: int) -> Tensor:
 
 def _whole(parts: Sequence[Type], chunks: int) -> Type:
     if len(parts) > chunks:
-        return parts[0].with_dims(Size(sum(int(p.dims[0]) for p in parts[:-1]), "R"), parts[0].dims[1])
+        return parts[0].with_dims(at_run_time(parts[0].dims[0], chunks), parts[0].dims[1])
     ranks, e, c, dim = parts[0].dims
     return parts[0].with_dims(ranks, e, c * chunks, dim)
 

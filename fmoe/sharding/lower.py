@@ -48,10 +48,10 @@ def lower(
         plan = plans[layer.name]
         check_legal(plan, mesh, layer.name)
         axes[layer.name] = mine = axes_of(plan, mesh)
-        if plan.parallelism == "dp" or mesh.world == 1:  # one rank has nothing to exchange
-            program = gather_weights(program, layer.name, mine, plan, parts)
-            continue
         width = widths.get(layer.name, layer.slots(layer.tokens)) if plan.layout == "padded" else 0
+        if plan.parallelism == "dp" or mesh.world == 1:  # one rank has nothing to exchange
+            program = gather_weights(program, layer.name, mine, plan, parts, width)
+            continue
         program = exchange_tokens(program, layer.name, mine, plan, parts, width)
         program = pipeline(program, layer.name, plan.pipeline)
         if plan.a2a == "2dh":

@@ -85,8 +85,19 @@ def sum_losses(program: Program, world: int) -> Program:
     return builder.program()
 
 
-def gather_weights(program: Program, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, str]) -> Program:
-    """dp: gathers the whole experts on every rank, and keeps the tokens where they are."""
+def gather_weights(
+    program: Program, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, str], width: int
+) -> Program:
+    """dp: gathers the whole experts on every rank, and keeps the tokens where they are.
+
+    Args:
+        program: from `localize`.
+        layer: name of the layer.
+        axes: of the plan.
+        plan: its layout is read.
+        parts: from `localize`.
+        width: slots per expert that suffice on every rank (padded, with a capacity).
+    """
     builder = Builder(program)
     num_experts = 0
     for eq in program.equations:
@@ -97,6 +108,8 @@ def gather_weights(program: Program, layer: str, axes: Axes, plan: Plan, parts: 
         if eq.op == "dispatch":
             num_experts = params["num_experts"]
             params["layout"] = plan.layout
+            if plan.layout == "padded" and params["capacity"] is not None:
+                params["capacity"] = width
             builder.emit(eq.op, eq.operands, [eq.outputs[0].name], like=eq, **params)
         elif eq.op == "expert_apply":
             leaves = [_whole(builder, leaf, parts.get(leaf), axes, num_experts, eq) for leaf in eq.operands[1:]]
