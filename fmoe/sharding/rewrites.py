@@ -108,8 +108,8 @@ def gather_weights(
         if eq.op == "dispatch":
             num_experts = params["num_experts"]
             params["layout"] = plan.layout
-            if plan.layout == "padded" and params["capacity"] is not None:
-                params["capacity"] = width
+            if params["capacity"] is not None:  # this rank's own number
+                params["capacity"] = width if plan.layout == "padded" else None
             builder.emit(eq.op, eq.operands, [eq.outputs[0].name], like=eq, **params)
         elif eq.op == "expert_apply":
             leaves = [_whole(builder, leaf, parts.get(leaf), axes, num_experts, eq) for leaf in eq.operands[1:]]
