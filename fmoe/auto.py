@@ -27,6 +27,7 @@ from .trace import runs_under_spec
 from .values import Aux, MoEParams, RouterParams, Routing
 
 V = TypeVar("V")
+_AGREED_AT_ONCE = 16
 
 
 class Recent(OrderedDict[Any, V]):
@@ -94,22 +95,24 @@ class Auto:
     def _widths(self, traced: Traced) -> dict[str, int]:
         """The slots of every layer, agreed between the ranks, which also find out if they differ."""
         spec = self.spec
-        padded = [layer for layer in traced.layers if plan_of(layer, spec).layout == "padded"]
-        needed = [slots_of(layer, spec) for layer in padded]
-        names = [layer.name for layer in padded]
+        padded = [plan_of(layer, spec).layout == "padded" for layer in traced.layers]
+        needed = [slots_of(layer, spec) if use else 0 for layer, use in zip(traced.layers, padded, strict=True)]
+        names = [layer.name for layer in traced.layers]
         if spec.mesh.world == 1:
             return dict(zip(names, needed, strict=True))
         check_world(spec.mesh)
-        print_ = fingerprint(traced, spec)
-        if spec.max_tokens is None or print_ not in self._agreed:
-            *needed, high, low = agree([*needed, print_, -print_], _layers_text(traced))
+        mark = fingerprint(traced, spec)
+        if spec.max_tokens is None or mark not in self._agreed:
+            unused = [0] * (-(len(needed) + 2) % _AGREED_AT_ONCE)  # one length, also where the functions differ
+            high, low, *found = agree([mark, -mark, *needed, *unused], _layers_text(traced))
+            needed = found[: len(needed)]
             if high != -low:
                 raise SpecError(
                     f"{_layers_text(traced)}: the ranks disagree. Rank {this_rank()} calls it with "
                     f"{', '.join(str(t) for t in traced.in_types)} under {_plans_text(traced, spec)}, another rank "
                     "with other dtypes, dims, plan or function; only the number of tokens may differ."
                 )
-            self._agreed.add(print_)
+            self._agreed.add(mark)
         return dict(zip(names, needed, strict=True))
 
 

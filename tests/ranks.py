@@ -6,7 +6,7 @@ import datetime
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,37 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def launch(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
-    """``fn(rank, *args)`` on `world` processes; the result of each, or the first one's error."""
+def launch(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 60,
+    ends: bool = True,
+    survivors: Sequence[int] | None = None,
+) -> list[Any]:
+    """``fn(rank, *args)`` on `world` processes; the result of each, or the first one's error.
+
+    `timeout` is the process group's, in seconds. `ends` is whether the ranks still agree at the end.
+    With `survivors` the others may die, and only theirs are the results.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, args=(fn, world, folder, timeout, args), nprocs=world)
-        results = [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+        call = (fn, world, folder, timeout, ends and survivors is None, args)
+        context = mp.spawn(_run, args=call, nprocs=world, join=survivors is None)
+        for rank in survivors or ():
+            context.processes[rank].join()
+        results = [
+            torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False)
+            for rank in (range(world) if survivors is None else survivors)
+        ]
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         raise AssertionError("\n".join(errors))
     return [result["value"] for result in results]
 
 
-def _run(rank: int, fn: Callable[..., Any], world: int, folder: str, timeout: float, args: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, fn: Callable[..., Any], world: int, folder: str, timeout: float, ends: bool, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
@@ -40,6 +59,6 @@ def _run(rank: int, fn: Callable[..., Any], world: int, folder: str, timeout: fl
     except Exception:
         result = {"error": f"rank {rank}:\n{traceback.format_exc()}"}
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
-    if "error" not in result:
+    if ends and "error" not in result:
         dist.barrier()
     dist.destroy_process_group()

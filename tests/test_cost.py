@@ -146,7 +146,7 @@ def test_the_agreement_is_one_small_all_reduce_per_call(monkeypatch):
             for _ in range(3):
                 step(params, x)
         assert seen["agree"][0] == calls
-        assert seen["agree"][1] == calls * 3 * 8
+        assert seen["agree"][1] == calls * 16 * 8
 
 
 def test_ragged_rows_are_priced_under_an_even_load():

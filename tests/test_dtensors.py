@@ -233,10 +233,6 @@ def edges(rank):
     def whole(p):
         return fmoe.moe(p, tokens_of(0), config)[0].sin().sum()
 
-    def curvature(fn, p):
-        inner = torch.func.grad(fn)
-        return torch.func.grad(lambda p: sum(g.square().sum() for g in pytree.tree_leaves(inner(p))))(p)
-
     def square_of_parts(p):
         grads = torch.func.grad(lambda p: step(p, x))(p)
         return sum(fmoe.local(g, spec).square().sum() for g in pytree.tree_leaves(grads.router))
@@ -248,7 +244,6 @@ def edges(rank):
         fmoe.local(held, fmoe.ShardingSpec(fmoe.Mesh(1, 2)))
     with pytest.raises(ValueError, match="which is a DTensor or a part: give whole tensors"):
         fmoe.distribute(held, spec)
-    del curvature
     return True
 
 
