@@ -10,6 +10,7 @@ from torch.nn import functional as nn
 
 import fmoe
 from fmoe import functional as F
+from fmoe.__main__ import main
 from fmoe.program import Equation, Program, Size, Type, Var
 from fmoe.trace import recorder
 
@@ -332,3 +333,42 @@ def test_text_is_the_same_every_time():
     assert len(texts) == 1
     longer = fmoe.trace(layer)(PARAMS, torch.ones(7, 3, dtype=torch.float64))
     assert longer.as_text() == fmoe.trace(layer)(PARAMS, X).as_text()  # T is a letter
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_a_program(capsys):
+    arguments = "--experts 4 --world 16 --node 8 --tokens 6144 --model-dim 2048 --hidden-dim 5632 --activation gelu"
+    plan = ["--plan", "ep r=2 pipeline=2 a2a=2dh layout=padded", "--capacity", "1.0"]
+    assert main(["show", *arguments.split(), *plan]) == 0
+    shown = capsys.readouterr().out
+    assert "mesh      ep=4 mp=2 dp=2" in shown
+    assert "recv.0:bf16[16,1,768,2048] = done f.0" in shown
+    # by hand: rows of one device 16*1536, 2 matmuls of 2048 x 2816; half of 11 MiB of weights; a2a of 16*768*2048*2 B
+    assert f"expert matmul  {2 * 16 * 1536 * 2 * 2048 * 2816 / 1e9:.4g} GFLOP" in shown
+    assert "all_gather dp  11 MiB in 2 calls, inside the node" in shown
+    assert "all_to_all gpu  168 MiB in 4 calls, inside the node" in shown
+    assert "all_to_all node  96 MiB in 4 calls, between nodes" in shown
+    assert main(["show", *arguments.split(), "--logical"]) == 0
+    assert capsys.readouterr().out.startswith("layer (\n    params.router.weight:bf16[2048,4]\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--experts", "4", "--world", "16", "--plan", "ep r=3"],
+            "r=3 is not available. 16 ranks hold the experts in 4",
+        ),
+        (["--plan", "sp"], "Plan.parse('sp'): it must begin with one of dp, ep."),
+        (["--node", "3"], "Mesh: node=3, but the ranks per node must divide the 8 ranks."),
+        (["--experts", "0"], "MoEConfig: num_experts=0, but it must be a whole number of at least 1."),
+    ],
+)
+def test_the_command_refuses_what_is_not_legal(arguments, message, capsys):
+    assert main(["show", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"python -m fmoe show: {message}")
+    assert captured.err.count("\n") == 1
