@@ -23,7 +23,7 @@ from .ops.processes import agree, check_world, this_rank
 from .sharding.plan import Plan
 from .sharding.spec import ShardingSpec
 from .stages import Compiled, Planned, Signature, Traced, plan_of, slots_of, trace
-from .trace import runs_under_spec
+from .trace import Call, runs_under_spec
 from .values import Aux, MoEParams, RouterParams, Routing
 
 V = TypeVar("V")
@@ -64,30 +64,31 @@ class Auto:
         """
         self.spec = self.spec.replace(plan=plan)
 
-    def planned(self, *args: Any) -> Planned:
+    def planned(self, *args: Any, **kwargs: Any) -> Planned:
         """The program that a call with these arguments runs; every rank must ask."""
-        planned = self._for(Signature.of(args), args).planned
+        planned = self._for(Signature.of((args, kwargs)), (args, kwargs)).planned
         (most,) = agree([max((layer.tokens for layer in planned.traced.layers), default=0)], "planned")
         return replace(planned, tokens=self.spec.max_tokens or most)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function on this rank's tokens; every rank must call."""
+        call = (args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return self._made_before(args).run_plain(args)
-        signature = Signature.of(args)
-        compiled = self._for(signature, args)
-        self._called.find((self.spec, _types_given(args)), lambda: compiled)
-        return compiled.run(args, signature.marks)
+            return self._made_before(call).run_plain(call)
+        signature = Signature.of(call)
+        compiled = self._for(signature, call)
+        self._called.find((self.spec, _types_given(call)), lambda: compiled)
+        return compiled.run(call, signature.marks)
 
-    def _made_before(self, args: tuple[Any, ...]) -> Compiled:
+    def _made_before(self, call: Call) -> Compiled:
         """Under torch.compile: the program of an earlier call with these types, as nothing can be planned there."""
-        compiled = self._called.get((self.spec, _types_given(args)))
+        compiled = self._called.get((self.spec, _types_given(call)))
         if compiled is not None:
             return compiled
         raise ValueError("no program is planned for these types yet: call the function once before it is compiled.")
 
-    def _for(self, signature: Signature, args: tuple[Any, ...]) -> Compiled:
-        traced = self._traced.find(signature, lambda: trace(self.fn)(*args))
+    def _for(self, signature: Signature, call: Call) -> Compiled:
+        traced = self._traced.find(signature, lambda: trace(self.fn)(*call[0], **call[1]))
         widths = self._widths(traced)
         key = (signature, self.spec, tuple(widths.items()))
         return self._compiled.find(key, lambda: traced.plan(self.spec, widths=widths).compile())
@@ -121,9 +122,9 @@ def _layers_text(traced: Traced) -> str:
     return f"{traced.program.name} ({layers})" if layers else traced.program.name
 
 
-def _types_given(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _types_given(call: Call) -> tuple[Any, ...]:
     """Shapes and dtypes of the tensors as they are given, which torch.compile can follow."""
-    return tuple((tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
+    return tuple((tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
 
 
 def _plans_text(traced: Traced, spec: ShardingSpec) -> str:

@@ -33,7 +33,7 @@ from .sharding.placement import Mark, local_part, marks_of
 from .sharding.plan import Plan
 from .sharding.spec import ShardingSpec
 from .text import bound_text, plan_text, program_text
-from .trace import Captured, Output, capture, type_of
+from .trace import Call, Captured, Output, capture, type_of
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,21 @@ class Signature:
     autocast: Any
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> Signature:
-        """The signature of arguments."""
-        leaves, treespec = pytree.tree_flatten(args)
+    def of(cls, call: Call) -> Signature:
+        """The signature of arguments.
+
+        Raises:
+            TypeError: if a leaf is neither a tensor nor hashable.
+        """
+        leaves, treespec = pytree.tree_flatten(call)
         described: list[Any] = []
         device = "cpu"
-        for leaf, mark in zip(leaves, marks_of(args), strict=True):
+        for leaf, mark in zip(leaves, marks_of(call), strict=True):
             if isinstance(leaf, Tensor):
                 device = leaf.device.type
                 described.append((mark.whole(type_of(leaf)), mark, device))
+            elif getattr(leaf, "__hash__", None) is None:
+                raise TypeError(f"an argument holds a {type(leaf).__name__}: give tensors, numbers, strings or None.")
             else:
                 described.append(leaf)
         on = device != "meta" and torch.is_autocast_enabled(device)
@@ -93,7 +99,6 @@ class Traced:
     """
 
     fn: Callable[..., Any]
-    args: tuple[Any, ...]
     signature: Signature
     captured: Captured
     program: Program
@@ -234,28 +239,28 @@ class Compiled:
         """See `Planned.out_types`."""
         return self.planned.out_types
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program on this rank; every rank must call.
 
         Raises:
             ValueError: if the arguments are not those it was planned for.
         """
-        signature = Signature.of(args)
+        signature = Signature.of((args, kwargs))
         difference = _difference(self.planned.program.name, self.planned.traced.signature, signature)
         if difference:
             raise ValueError(difference)
-        return self.run(args, signature.marks)
+        return self.run((args, kwargs), signature.marks)
 
-    def run(self, args: tuple[Any, ...], marks: Sequence[Mark]) -> Any:
-        """`__call__` without the check; `marks` of the tensors in `args`."""
+    def run(self, call: Call, marks: Sequence[Mark]) -> Any:
+        """`__call__` without the check; `marks` of the tensors in `call`."""
         mesh = self.planned.spec.mesh
-        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
         return self._run([local_leaf(leaf, mark, mesh) for leaf, mark in zip(leaves, marks, strict=True)])
 
-    def run_plain(self, args: tuple[Any, ...]) -> Any:
+    def run_plain(self, call: Call) -> Any:
         """`run` for plain tensors, which torch.compile can follow."""
         mesh, rank = self.planned.spec.mesh, self.rank
-        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
         marks = self.planned.traced.signature.marks
         parts = [
             leaf if mark.sharded is not None else local_part(leaf, mark.role, mesh, rank)
@@ -309,12 +314,12 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
         } -> (add)
     """
 
-    def traced(*args: Any) -> Traced:
-        signature = Signature.of(args)
+    def traced(*args: Any, **kwargs: Any) -> Traced:
+        signature = Signature.of((args, kwargs))
         roles = [mark.role for mark in signature.marks]
-        captured = capture(fn, args, signature.types, roles)
+        captured = capture(fn, (args, kwargs), signature.types, roles)
         program, layers = name_layers(captured.program)
-        return Traced(fn, args, signature, captured, program, tuple(layers))
+        return Traced(fn, signature, captured, program, tuple(layers))
 
     return traced
 
@@ -363,7 +368,7 @@ def simulate(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Any]:
 
 def _planned_alike(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Planned]:
     """For each rank the planned program, captured again where its x is of another size."""
-    signatures = [Signature.of((params, x)) for x in xs]
+    signatures = [Signature.of(((params, x), {})) for x in xs]
     if all(signature == planned.traced.signature for signature in signatures):
         return [planned] * len(xs)
     traced: dict[Signature, Traced] = {}

@@ -270,21 +270,25 @@ def recorder() -> Recorder | None:
     return _active[-1] if _active else None
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type], roles: Sequence[str]) -> Captured:
-    """Captures ``fn(*args)``.
+#: The arguments of a call: by position and by keyword.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def capture(fn: Callable[..., Any], call: Call, types: Sequence[Type], roles: Sequence[str]) -> Captured:
+    """Captures ``fn(*args, **kwargs)``.
 
     Args:
         fn: a function of trees of tensors.
-        args: its arguments; only their structure, devices and what is not a tensor are used.
+        call: args and kwargs; only their structure, devices and what is not a tensor are used.
         types: the whole type of each tensor leaf, in order.
         roles: what each is, for `Captured`.
 
     Raises:
         TraceError: if the function does what a program cannot hold, with the line and the way out.
     """
-    leaves, treespec = pytree.tree_flatten(args)
+    leaves, treespec = pytree.tree_flatten(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    names = [path for path, leaf in zip(_paths(fn, args), leaves, strict=True) if isinstance(leaf, Tensor)]
+    names = [path for path, leaf in zip(_paths(fn, call), leaves, strict=True) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with without_transforms(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         writer = Recorder(device.type)
@@ -296,7 +300,8 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], types: Sequence[Type]
         _active.append(writer)
         try:
             with writer:
-                result = fn(*pytree.tree_unflatten(fakes, treespec))
+                args, kwargs = pytree.tree_unflatten(fakes, treespec)
+                result = fn(*args, **kwargs)
         finally:
             _active.pop()
         results, out_spec = pytree.tree_flatten(result)
@@ -338,17 +343,18 @@ def _with_letters(program: Program, roles: Sequence[str]) -> Program:
     return replace(program, inputs=tuple(map(lettered, program.inputs)), equations=equations)
 
 
-def _paths(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+def _paths(fn: Callable[..., Any], call: Call) -> list[str]:
     """A name for each leaf of the arguments: the parameter's name and the way to the leaf."""
     try:
         given = [p.name for p in inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):
         given = []
-    names = [given[i] if i < len(given) else f"arg{i}" for i in range(len(args))]
+    names = [given[i] if i < len(given) else f"arg{i}" for i in range(len(call[0]))]
     found = []
-    for path, _ in pytree.tree_flatten_with_path(args)[0]:
+    for path, _ in pytree.tree_flatten_with_path(call)[0]:
         keys = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
-        found.append(".".join([names[int(keys[0])], *keys[1:]]))
+        first = names[int(keys[1])] if keys[0] == "0" else keys[1]
+        found.append(".".join([first, *keys[2:]]))
     return found
 
 

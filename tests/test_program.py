@@ -372,3 +372,16 @@ def test_the_command_refuses_what_is_not_legal(arguments, message, capsys):
     assert captured.out == ""
     assert captured.err.startswith(f"python -m fmoe show: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_arguments_by_keyword():
+    def scaled(params, x, *, by, shift=0.0):
+        return layer(params, x)[0] * by + shift
+
+    by = torch.tensor(2.0, dtype=torch.float64)
+    step = fmoe.auto(scaled, fmoe.ShardingSpec(fmoe.make_mesh(2, world=1)))
+    assert torch.equal(step(PARAMS, X, by=by), scaled(PARAMS, X, by=by))
+    assert torch.equal(step(PARAMS, x=X, by=by, shift=1.0), scaled(PARAMS, X, by=by, shift=1.0))
+    assert "by:f64[]" in step.planned(PARAMS, X, by=by).as_text()
+    with pytest.raises(TypeError, match="an argument holds a bytearray: give tensors, numbers, strings or None."):
+        step(PARAMS, X, by=bytearray(1))

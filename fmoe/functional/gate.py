@@ -195,12 +195,13 @@ def _sums(
 ) -> Sums:
     tokens = logits.new_tensor(logits.shape[0]) if keep is None else keep.sum().to(logits.dtype)
     chance = load_chance(logits, threshold, noise_std=router.noise_std)
+    parts: tuple[Tensor, ...]
     if router.scope == "global":
-        by_expert = [sum_over_tokens(probs, keep), sum_over_tokens(chance, keep)]
+        parts = (sum_over_tokens(probs, keep), sum_over_tokens(chance, keep))
     else:
-        by_expert = [_sum_over_groups(probs, chance, experts, sizes, keep)]
+        parts = (_sum_over_groups(probs, chance, experts, sizes, keep),)
     return Sums(
-        by_expert=torch.cat(by_expert),
+        parts=parts,
         z=sum_over_tokens(torch.logsumexp(logits, dim=-1).square(), keep),
         entropy=sum_over_tokens(entropy_of(probs), keep),
         tokens=tokens,

@@ -18,8 +18,8 @@ class Sums(NamedTuple):
     """What the losses of a gate are made of: sums over tokens, which ranks can add up.
 
     Attributes:
-        by_expert: ``[2E]``, softmax and chance to be chosen; or ``[3]``, the losses of each group times
-            its tokens (``scope="group"``).
+        parts: two of ``[E]``, softmax and chance to be chosen; or (``scope="group"``) one of ``[3]``,
+            the losses of each group times its tokens.
         z: scalar, squared logsumexp.
         entropy: scalar.
         tokens: scalar, how many.
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
         dropped: scalar int64.
     """
 
-    by_expert: Tensor
+    parts: tuple[Tensor, ...]
     z: Tensor
     entropy: Tensor
     tokens: Tensor
@@ -37,7 +37,7 @@ class Sums(NamedTuple):
     def packed(self) -> Tensor:
         """All in one float64 tensor, in which whole numbers are exact up to 2^53."""
         scalars = torch.stack([self.z, self.entropy, self.tokens])
-        parts = [self.by_expert, scalars, self.counts, self.dropped.unsqueeze(0)]
+        parts = [*self.parts, scalars, self.counts, self.dropped.unsqueeze(0)]
         return torch.cat([part.to(torch.float64) for part in parts])
 
     @classmethod
@@ -46,17 +46,18 @@ class Sums(NamedTuple):
         first, scalars, counts, dropped = packed.split([packed.shape[0] - num_experts - 4, 3, num_experts, 1])
         z, entropy, tokens = scalars.to(dtype).unbind(0)
         whole = [part.round().to(torch.int64) for part in (counts, dropped)]
-        return cls(first.to(dtype), z, entropy, tokens, whole[0], whole[1].squeeze(0))
+        parts = first.to(dtype).chunk(2) if first.shape[0] == 2 * num_experts else (first.to(dtype),)
+        return cls(tuple(parts), z, entropy, tokens, whole[0], whole[1].squeeze(0))
 
 
 def finish(sums: Sums, router: Any) -> Aux:
     """The losses and statistics that a gate returns."""
     n = sums.tokens.clamp(min=1)
     if router.scope == "global":
-        probs, chance = sums.by_expert.chunk(2)
+        probs, chance = sums.parts
         losses = [balance_of(probs / n, sums.counts), squared_variation(probs), squared_variation(chance)]
     else:
-        losses = list((sums.by_expert / n).unbind(0))
+        losses = list((sums.parts[0] / n).unbind(0))
     z, entropy = (torch.stack([sums.z, sums.entropy]) / n).unbind(0)
     return Aux(losses[0], z, losses[1], losses[2], entropy, sums.counts, sums.dropped)
 
