@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,9 +21,13 @@ from .functional.gate import gate
 from .functional.moe import moe
 from .functional.tokens import Tokens
 from .ops.processes import agree, check_world, this_rank
+from .sharding import planner
 from .sharding.plan import Plan
+from .sharding.profile import Profile
 from .sharding.spec import ShardingSpec
-from .stages import Compiled, Planned, Signature, Traced, plan_of, slots_of, trace
+from .signature import Signature
+from .stages import Compiled, Planned, Traced, plan_of, planner_of, slots_of, trace
+from .text import explanation_text
 from .trace import Call, runs_under_spec
 from .values import Aux, MoEParams, RouterParams, Routing
 
@@ -49,26 +54,72 @@ class Recent(OrderedDict[Any, V]):
 class Auto:
     """A function that runs under a spec's plan: see `auto`."""
 
-    def __init__(self, fn: Callable[..., Any], spec: ShardingSpec):
-        self.fn, self.spec = fn, spec
+    def __init__(self, fn: Callable[..., Any], spec: ShardingSpec, profile: Profile | None = None):
+        self.fn, self.spec, self.profile = fn, spec, profile
         self._traced: Recent[Traced] = Recent()
         self._compiled: Recent[Compiled] = Recent()
         self._agreed: set[Any] = set()
         self._called: Recent[Compiled] = Recent()
+        self._state: planner.State | None = None
+        self._load: dict[str, list[float]] | None = None
+        self._began: float | None = None  # of the step that runs; None where it is not one to learn from
 
-    def use(self, plan: Plan | str | Mapping[str, Plan | str]) -> None:
-        """Runs under another plan from the next call on; every rank must choose the same.
+    def use(self, plan: Plan | str | Mapping[str, Plan | str] | None) -> None:
+        """Runs under another plan from the next call on, or lets the planner choose again (None).
+
+        Every rank must choose the same.
 
         Raises:
             PlanError: if the plan is not legal on the mesh.
         """
         self.spec = self.spec.replace(plan=plan)
+        self._began = None
 
     def planned(self, *args: Any, **kwargs: Any) -> Planned:
         """The program that a call with these arguments runs; every rank must ask."""
         planned = self._for(Signature.of((args, kwargs)), (args, kwargs)).planned
         (most,) = agree([max((layer.tokens for layer in planned.traced.layers), default=0)], "planned")
         return replace(planned, tokens=self.spec.max_tokens or most)
+
+    def update(self, aux: Any) -> None:
+        """Learns from the step that ended, and sets the plans of the next ones. Once per optimizer step.
+
+        Every rank must call. The loads are the router's counts, which are global; the time is that since
+        the last update, of the slowest rank. A step in which a program was made first is not learned from.
+
+        Args:
+            aux: what the function returned: any tree with the `Aux` of every layer, in their order.
+
+        Raises:
+            ValueError: if there is not one `Aux` for each layer, or its counts do not fit; the plans stay.
+        """
+        state = self._state
+        if state is None:
+            raise ValueError("update: the function has not been called yet, or the plan is fixed by use().")
+        names = state.model.names
+        found = [
+            leaf for leaf in pytree.tree_leaves(aux, is_leaf=lambda n: isinstance(n, Aux)) if isinstance(leaf, Aux)
+        ]
+        if len(found) != len(names):
+            raise ValueError(
+                f"update: {len(found)} Aux were given, but the layers are {', '.join(names)}: give one for each."
+            )
+        load = {name: [float(c) for c in one.counts.tolist()] for name, one in zip(names, found, strict=True)}
+        planner.check_load(state, load)
+        now = time.perf_counter()
+        took = 0 if self._began is None else max(1, round(1e6 * (now - self._began)))
+        slowest, new = agree([took, int(self._began is None)], "update")
+        if not new and state.chosen is not None:
+            state = planner.observe(state, state.chosen, load, slowest / 1e6)
+        plans = planner.choose(state, load)
+        self._state, self._load = replace(state, chosen=plans), load
+        self._began = time.perf_counter()
+
+    def explain(self) -> str:
+        """Every candidate plan, its price, and why it runs or lost, as a table."""
+        if self._state is None:
+            return "no plan is chosen yet: call the function once."
+        return explanation_text(planner.explain(self._state, self._load))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function on this rank's tokens; every rank must call."""
@@ -89,13 +140,26 @@ class Auto:
 
     def _for(self, signature: Signature, call: Call) -> Compiled:
         traced = self._traced.find(signature, lambda: trace(self.fn)(*call[0], **call[1]))
-        widths = self._widths(traced)
-        key = (signature, self.spec, tuple(widths.items()))
-        return self._compiled.find(key, lambda: traced.plan(self.spec, widths=widths).compile())
+        spec = self._spec(traced)
+        widths = self._widths(traced, spec)
+        key = (signature, spec, tuple(widths.items()))
+        if key not in self._compiled:
+            self._began = None
+        return self._compiled.find(key, lambda: traced.plan(spec, widths=widths).compile())
 
-    def _widths(self, traced: Traced) -> dict[str, int]:
+    def _spec(self, traced: Traced) -> ShardingSpec:
+        """The spec with the plans that run now."""
+        if self.spec.plan is not None or not traced.layers:
+            self._state = None
+            return self.spec if self.spec.plan is not None else self.spec.replace(plan="dp")
+        names = [layer.name for layer in traced.layers]
+        if self._state is None or self._state.model.names != names:
+            (most,) = agree([max(layer.tokens for layer in traced.layers)], _layers_text(traced))
+            self._state = planner_of(traced, self.spec, self.profile, self.spec.max_tokens or most)
+        return self.spec.replace(plan=dict(self._state.chosen or ()))
+
+    def _widths(self, traced: Traced, spec: ShardingSpec) -> dict[str, int]:
         """The slots of every layer, agreed between the ranks, which also find out if they differ."""
-        spec = self.spec
         padded = [plan_of(layer, spec).layout == "padded" for layer in traced.layers]
         needed = [slots_of(layer, spec) if use else 0 for layer, use in zip(traced.layers, padded, strict=True)]
         names = [layer.name for layer in traced.layers]
@@ -144,7 +208,7 @@ def fingerprint(traced: Traced, spec: ShardingSpec) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:7], "big")
 
 
-def auto(layer: Callable[..., Any], spec: ShardingSpec) -> Auto:
+def auto(layer: Callable[..., Any], spec: ShardingSpec, *, profile: Profile | None = None) -> Auto:
     """The layer under a spec: same signature, this rank's tokens in and out.
 
     The function is captured once for each set of types, and lowered once for each plan; a switch of
@@ -153,11 +217,12 @@ def auto(layer: Callable[..., Any], spec: ShardingSpec) -> Auto:
 
     Args:
         layer: a function of trees of tensors.
-        spec: mesh and plan.
+        spec: mesh, and the plan; without one the planner chooses, and `update` may change its choice.
+        profile: the machine that the planner prices plans on; a preset by default.
 
     Returns:
-        A callable with ``use(plan)``, which changes the plan from the next call on, and
-        ``planned(*args)``, the program that runs.
+        A callable with ``use(plan)``, which changes the plan from the next call on, ``update(aux)``, after
+        which the planner may, ``explain()``, and ``planned(*args)``, the program that runs.
 
     Example:
         >>> import fmoe, torch
@@ -167,7 +232,7 @@ def auto(layer: Callable[..., Any], spec: ShardingSpec) -> Auto:
         >>> y, aux = step(params, x)
         >>> torch.testing.assert_close(y, fmoe.moe(params, x, config)[0])
     """
-    return Auto(layer, spec)
+    return Auto(layer, spec, profile)
 
 
 # --- the functions of the layer under a spec, called one by one --------------------------------------------

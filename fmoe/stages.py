@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -26,63 +25,18 @@ from .ops.processes import Processes, check_world, this_rank
 from .ops.runtime import Column, run
 from .ops.simulate import Simulated
 from .program import Program, Type
+from .sharding import planner
 from .sharding.distribute import local_leaf
 from .sharding.layers import Layer, name_layers
 from .sharding.lower import lower
 from .sharding.placement import Mark, local_part, marks_of
 from .sharding.plan import Plan
+from .sharding.presets import default_profile
+from .sharding.profile import Profile
 from .sharding.spec import ShardingSpec
+from .signature import Signature, difference_of
 from .text import bound_text, plan_text, program_text
-from .trace import Call, Captured, Output, capture, type_of
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a call's arguments are, apart from their data: what programs are kept by."""
-
-    treespec: Any
-    leaves: tuple[Any, ...]  # a (whole type, mark, device) for a tensor, or the leaf itself
-    autocast: Any
-
-    @classmethod
-    def of(cls, call: Call) -> Signature:
-        """The signature of arguments.
-
-        Raises:
-            TypeError: if a leaf is neither a tensor nor hashable.
-        """
-        leaves, treespec = pytree.tree_flatten(call)
-        described: list[Any] = []
-        device = "cpu"
-        for leaf, mark in zip(leaves, marks_of(call), strict=True):
-            if isinstance(leaf, Tensor):
-                device = leaf.device.type
-                described.append((mark.whole(type_of(leaf)), mark, device))
-            elif getattr(leaf, "__hash__", None) is None:
-                raise TypeError(f"an argument holds a {type(leaf).__name__}: give tensors, numbers, strings or None.")
-            else:
-                described.append(leaf)
-        on = device != "meta" and torch.is_autocast_enabled(device)
-        return cls(treespec, tuple(described), torch.get_autocast_dtype(device) if on else None)
-
-    @property
-    def types(self) -> list[Type]:
-        """Whole types of the tensors."""
-        return [leaf[0] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
-
-    def shown(self) -> list[str]:
-        """Each leaf as text: a whole type and its device, or the leaf itself."""
-        return [
-            f"{leaf[0]}" + (f" on {leaf[2]}" if leaf[2] != "cpu" else "")
-            if isinstance(leaf, tuple) and isinstance(leaf[0], Type)
-            else repr(leaf)
-            for leaf in self.leaves
-        ]
-
-    @property
-    def marks(self) -> list[Mark]:
-        """What the tensors are."""
-        return [leaf[1] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
+from .trace import Call, Captured, Output, capture
 
 
 @dataclass(frozen=True)
@@ -90,7 +44,7 @@ class Traced:
     """A function captured as a logical program.
 
     Example:
-        >>> import fmoe
+        >>> import fmoe, torch
         >>> config = fmoe.MoEConfig(num_experts=2, model_dim=3, hidden_dim=5)
         >>> params = fmoe.init(config, seed=0)
         >>> traced = trace(lambda params, x: fmoe.moe(params, x, config))(params, torch.ones(4, 3))
@@ -134,6 +88,7 @@ class Traced:
         Raises:
             PlanError: if a plan is not legal for a layer.
         """
+        spec = planned_spec(self, spec)
         unknown = spec.unknown_names([layer.name for layer in self.layers])
         if unknown:
             raise PlanError(unknown)
@@ -142,6 +97,24 @@ class Traced:
             widths = {layer.name: slots_of(layer, spec) for layer in self.layers}
         program, axes = lower(self.program, self.layers, self.captured.roles, spec.mesh, plans, widths)
         return Planned(self, spec, plans, dict(widths), program, axes, spec.max_tokens)
+
+
+def planned_spec(traced: Traced, spec: ShardingSpec, profile: Profile | None = None) -> ShardingSpec:
+    """The spec with plans: its own, or those that the planner chooses for an even load."""
+    if spec.plan is not None:
+        return spec
+    return spec.replace(plan=dict(planner_of(traced, spec, profile).chosen or ()))
+
+
+def planner_of(traced: Traced, spec: ShardingSpec, profile: Profile | None, tokens: int | None = None) -> planner.State:
+    """A planner for a function, on the machine of its arguments by default."""
+    if profile is None:
+        devices = {leaf[2] for leaf in traced.signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)}
+        profile = default_profile(devices)
+    if tokens is None:
+        tokens = spec.max_tokens or max((layer.tokens for layer in traced.layers), default=0)
+    widths = {layer.name: layer.slots(tokens) for layer in traced.layers}
+    return planner.init(traced, spec, profile, widths, tokens)
 
 
 def plan_of(layer: Layer, spec: ShardingSpec) -> Plan:
@@ -246,7 +219,7 @@ class Compiled:
             ValueError: if the arguments are not those it was planned for.
         """
         signature = Signature.of((args, kwargs))
-        difference = _difference(self.planned.program.name, self.planned.traced.signature, signature)
+        difference = difference_of(self.planned.program.name, self.planned.traced.signature, signature)
         if difference:
             raise ValueError(difference)
         return self.run((args, kwargs), signature.marks)
@@ -280,19 +253,6 @@ def _assemble(captured: Captured, outputs: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(leaves, captured.treespec)
 
 
-def _difference(name: str, expected: Signature, found: Signature) -> str:
-    """What differs between what was planned for and a call, or an empty string."""
-    want, have = expected.shown(), found.shown()
-    lines = [f"planned for {a}, called with {b}" for a, b in zip(want, have, strict=False) if a != b]
-    if len(want) != len(have):
-        lines.append(f"planned for {len(want)} arguments, called with {len(have)}")
-    if expected.autocast != found.autocast:
-        lines.append(f"planned with autocast {expected.autocast}, called with {found.autocast}")
-    if not lines:
-        return ""
-    return "\n  ".join([f"{name}: the arguments are not those it was planned for; plan it again for these.", *lines])
-
-
 def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
     """Captures a function: ``trace(fn)(*args)`` runs it once without data.
 
@@ -307,6 +267,7 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
         TraceError: if the function does what a program cannot hold, with the line and the way out.
 
     Example:
+        >>> import torch
         >>> print(trace(lambda x: x.sin() + 1)(torch.ones(2)).as_text())
         lambda (x:f32[2]) {
           sin:f32[2] = torch.sin x
@@ -342,7 +303,7 @@ def simulate(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Any]:
         ValueError: if there is not one x for each rank.
 
     Example:
-        >>> import fmoe
+        >>> import fmoe, torch
         >>> config = fmoe.MoEConfig(num_experts=2, model_dim=3, hidden_dim=5)
         >>> params, x = fmoe.init(config, seed=0), torch.ones(4, 3)
         >>> layer = lambda params, x: fmoe.moe(params, x, config)[0]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +173,22 @@ def _amount(number: float, unit: str, step: int) -> str:
             return f"{number:.0f} {unit}" if not prefix else f"{number:.4g} {prefix}{unit}"
         number /= step
     raise AssertionError
+
+
+def explanation_text(rows: Sequence[Any]) -> str:
+    """The candidates of a planner as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("plan", "predicted ms", "measured ms", "memory", "why"):
+        table.add_column(name, justify="left" if name in ("plan", "why") else "right", no_wrap=name != "why")
+    for row in rows:
+        measured = "" if row.measured is None else f"{1e3 * row.measured:.4g}"
+        table.add_row(row.plans, f"{1e3 * row.predicted:.4g}", measured, _amount(row.memory, "B", 1024), row.why)
+    console = Console(file=io.StringIO(), width=140)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
 
 def bound_text(planned: Any) -> str:

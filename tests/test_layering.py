@@ -28,6 +28,7 @@ LAYERS = [
     "sharding",
     "functional",
     "text",
+    "signature",
     "stages",
     "auto",
     "transforms",

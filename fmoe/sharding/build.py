@@ -61,4 +61,6 @@ class Builder:
 
     def program(self) -> Program:
         """What was written."""
-        return replace(self.source, inputs=self.inputs, equations=tuple(self.equations), lets=tuple(self.lets))
+        return Program(
+            self.source.name, self.inputs, tuple(self.equations), self.source.outputs, tuple(self.lets), checked=False
+        )

@@ -137,4 +137,4 @@ def _two_levels(name: str, message: Type, axes: Axes) -> Program:
     b.emit("stride_copy", ["c"], ["d"], note="node-major")
     b.emit("all_to_all", ["d"], ["e"], axis="node", ranks=axes.node, note="inter-node, one message per node")
     b.emit("flatten", ["e"], ["t"])
-    return replace(b.program(), outputs=("t",))
+    return replace(b.program(), outputs=("t",), checked=True)

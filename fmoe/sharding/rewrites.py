@@ -184,4 +184,4 @@ def drop_unused(program: Program) -> Program:
         if any(var.name in needed for var in eq.outputs):
             kept.append(eq)
             needed.update(eq.operands)
-    return replace(program, equations=tuple(reversed(kept)))
+    return replace(program, equations=tuple(reversed(kept)), checked=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .._errors import PlanError, TraceError, is_whole
@@ -20,7 +20,7 @@ class ShardingSpec:
     Args:
         mesh: from `make_mesh`.
         plan: how the MoE layers run: a `Plan`, its text, or a mapping from layer name (``"moe.0"``) to
-            either. By default ``"ep r=1"``, until a planner or the caller chooses another.
+            either. By default the planner chooses, and `fmoe.auto` may change its choice between steps.
         max_tokens: the most tokens of a rank in one call. With it, padded plans need no agreement
             between the ranks at each call.
         memory: bytes that a device may use, for a planner.
@@ -37,7 +37,7 @@ class ShardingSpec:
     """
 
     mesh: Mesh
-    plan: Plan | str | Mapping[str, Plan | str] = field(default_factory=Plan)
+    plan: Plan | str | Mapping[str, Plan | str] | None = None
     max_tokens: int | None = None
     memory: int | None = None
 
@@ -55,8 +55,8 @@ class ShardingSpec:
             plans = _Plans(tuple(sorted((name, as_plan(plan)) for name, plan in dict(plans).items())))
             each = list(dict(plans).items())
         else:
-            plans = as_plan(plans)
-            each = [("", plans)]
+            plans = None if plans is None else as_plan(plans)
+            each = [] if plans is None else [("", plans)]
         for name, plan in each:
             if not isinstance(plan, Plan):
                 raise PlanError(f"ShardingSpec: plan={plan!r}, but it must be a Plan, its text, or a mapping to them.")
@@ -69,6 +69,8 @@ class ShardingSpec:
         Raises:
             PlanError: if plans are given by name and this name is not among them.
         """
+        if self.plan is None:
+            raise PlanError(f"the spec has no plan for {layer}: the planner chooses one for the whole function.")
         if isinstance(self.plan, Plan):
             return self.plan
         held: Any = self.plan
@@ -79,7 +81,7 @@ class ShardingSpec:
 
     def unknown_names(self, layers: Sequence[str]) -> str:
         """What is wrong if plans are given for layers that there are not; empty otherwise."""
-        if isinstance(self.plan, Plan):
+        if self.plan is None or isinstance(self.plan, Plan):
             return ""
         named: Any = self.plan
         wrong = [name for name, _ in named if name not in layers]

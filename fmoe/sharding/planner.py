@@ -1,0 +1,302 @@
+"""Chooses a plan for every layer, at every step, from what was agreed between the ranks.
+
+Pure functions on a frozen state, as optax does it:
+
+    state = init(traced, spec, profile)
+    plans = choose(state, load)                        which plans to run
+    state = observe(state, plans, load, seconds)       what that took
+    explain(state, load)                               why
+
+Every legal plan is priced first (`cost`); plans that do not fit in memory are out. Of the analytic order
+only the best `TRIALS` of a kind of load are ever tried: each is run for `REPEATS` steps, and what it took
+over what was predicted is remembered as a correction. Afterwards the best corrected one runs, and gives
+way to another only where that is better by `MARGIN`. All inputs are numbers that the ranks have agreed
+on, so every rank makes the same choice.
+
+An assignment gives each layer a plan: the same for all, or for each layer the best one under its load.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._errors import PlanError
+from .cost import Load, Price, price
+from .lower import lower
+from .plan import Plan, legal_plans
+from .profile import Profile
+from .spec import ShardingSpec
+
+TRIALS = 3
+REPEATS = 2
+MARGIN = 0.05
+KEPT = 5
+#: Plans that are predicted to take this much longer than the best are not worth a trial.
+HOPELESS = 1.5
+
+Assignment = tuple[tuple[str, Plan], ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a planner prices: a traced function on a mesh and a machine. Keeps the prices it has worked out."""
+
+    traced: Any
+    spec: ShardingSpec
+    profile: Profile
+    widths: Mapping[str, int]
+    candidates: tuple[Plan, ...]
+    tokens: int | None = None
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        """Layers."""
+        return [layer.name for layer in self.traced.layers]
+
+    def price(self, assignment: Assignment, load: Bucket) -> Price:
+        """The price of an assignment."""
+        key = (assignment, load)
+        if key not in self.known:
+            program, axes = self._lowered(assignment)
+            loads = {name: Load(counts) for name, counts in load.spread}
+            self.known[key] = price(program, axes, self.profile, loads=loads, tokens=self.tokens)
+        found: Price = self.known[key]
+        return found
+
+    def _lowered(self, assignment: Assignment) -> Any:
+        key = ("lowered", assignment)
+        if key not in self.known:
+            t = self.traced
+            self.known[key] = lower(
+                t.program, t.layers, t.captured.roles, self.spec.mesh, dict(assignment), self.widths
+            )
+        return self.known[key]
+
+    def ranked(self, load: Bucket) -> list[tuple[Assignment, Price]]:
+        """All assignments that fit in memory, the fastest first.
+
+        Raises:
+            PlanError: if none fits, with the smallest memory that would do.
+        """
+        key = ("ranked", load)
+        if key not in self.known:
+            self.known[key] = self._rank(load)
+        found: list[tuple[Assignment, Price]] = self.known[key]
+        return found
+
+    def _rank(self, load: Bucket) -> list[tuple[Assignment, Price]]:
+        uniform = [tuple((name, plan) for name in self.names) for plan in self.candidates]
+        priced = [(assignment, self.price(assignment, load)) for assignment in uniform]
+        if len(self.names) > 1:
+            mixed = self._best_of_each(priced, load)
+            if mixed not in uniform:
+                priced.append((mixed, self.price(mixed, load)))
+        limit = self.spec.memory if self.spec.memory is not None else self.profile.memory
+        fits = [item for item in priced if limit is None or item[1].memory <= limit]
+        if not fits:
+            least, best = min(priced, key=lambda item: item[1].memory)
+            raise PlanError(
+                f"no plan fits in memory={limit:.4g} bytes: the smallest, {least[0][1]}, takes {best.memory:.4g}. "
+                "Raise memory= to that, give a rank fewer tokens, or use more ranks."
+            )
+        return sorted(fits, key=lambda item: (item[1].seconds, str(item[0])))
+
+    def _best_of_each(self, priced: Sequence[tuple[Assignment, Price]], load: Bucket) -> Assignment:
+        """For each layer the plan under which it takes the least time of all equations that are its own."""
+        best: dict[str, tuple[float, str, Plan]] = {}
+        for assignment, found in priced:
+            program, _ = self._lowered(assignment)
+            owner = {var.name: eq.layer for eq in program.equations for var in eq.outputs}
+            for name, plan in assignment:
+                own = sum(e.end - e.begin for e in found.timeline if owner[e.name] == name)
+                best[name] = min(best.get(name, (math.inf, "", plan)), (own, str(plan), plan), key=lambda b: b[:2])
+        return tuple((name, best[name][2]) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A kind of load: by layer, how choices are spread over the experts, coarsely."""
+
+    spread: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, load: Mapping[str, Sequence[float]] | None, model: Model) -> Bucket:
+        """The kind of a load: shares of each expert on a scale of an eighth of the mean."""
+        if load is None:
+            return cls()
+        return cls(tuple((name, _coarse(load[name])) for name in model.names if name in load))
+
+
+def _coarse(counts: Sequence[float]) -> tuple[float, ...]:
+    total = sum(counts)
+    if total <= 0:
+        return tuple(1.0 for _ in counts)
+    return tuple(round(8 * len(counts) * c / total) / 8 for c in counts)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a planner knows.
+
+    Attributes:
+        model: what it prices.
+        measured: (bucket, assignment) to the last seconds it took.
+        chosen: the assignment that runs.
+        fixed: whether the user chose it.
+    """
+
+    model: Model
+    measured: Mapping[tuple[Bucket, Assignment], tuple[float, ...]] = field(default_factory=dict)
+    chosen: Assignment | None = None
+    fixed: bool = False
+
+
+def init(traced: Any, spec: ShardingSpec, profile: Profile, widths: Mapping[str, int], tokens: int | None) -> State:
+    """A planner for a function.
+
+    Args:
+        traced: from `trace`.
+        spec: mesh, memory, and plans that the user fixed.
+        profile: the machine.
+        widths: by layer, slots per expert that suffice on every rank.
+        tokens: the largest T of a rank, agreed.
+
+    Raises:
+        PlanError: if no plan fits in memory.
+    """
+    layouts = {layer.dispatch.param("layout") for layer in traced.layers}
+    layout = layouts.pop() if len(layouts) == 1 else None
+    every = legal_plans(spec.mesh, layout=layout)
+    model = Model(traced, spec, profile, widths, tuple(every), tokens)
+    if spec.plan is not None:
+        fixed = tuple((layer.name, spec.plan_of(layer.name)) for layer in traced.layers)
+        return State(model, chosen=fixed, fixed=True)
+    state = State(model)
+    return replace(state, chosen=model.ranked(Bucket())[0][0])
+
+
+def choose(state: State, load: Mapping[str, Sequence[float]] | None) -> Assignment:
+    """The plans to run under a load: a trial, or the best as far as is known.
+
+    Raises:
+        ValueError: if the load is not one number of at least 0 for each expert of each layer.
+    """
+    assert state.chosen is not None
+    if state.fixed:
+        return state.chosen
+    check_load(state, load)
+    bucket = Bucket.of(load, state.model)
+    trial = _trial(state, bucket)
+    if trial is not None:
+        return trial
+    ranked = dict(state.model.ranked(bucket))
+    times = {assignment: _expected(state, bucket, assignment, found) for assignment, found in ranked.items()}
+    best = min(times, key=lambda a: (times[a], str(a)))
+    current = state.chosen
+    if current in times and times[best] > (1 - MARGIN) * times[current]:
+        return current
+    return best
+
+
+def _candidates(state: State, bucket: Bucket) -> list[Assignment]:
+    ranked = state.model.ranked(bucket)
+    limit = HOPELESS * ranked[0][1].seconds
+    return [assignment for assignment, found in ranked[:TRIALS] if found.seconds <= limit]
+
+
+def _trial(state: State, bucket: Bucket) -> Assignment | None:
+    """The next assignment to try under this kind of load, the one that runs first, or None when all were."""
+    left = [a for a in _candidates(state, bucket) if len(state.measured.get((bucket, a), ())) < REPEATS]
+    return None if not left else state.chosen if state.chosen in left else left[0]
+
+
+def _expected(state: State, bucket: Bucket, assignment: Assignment, found: Price) -> float:
+    """Seconds of a step: as measured under this kind of load, or as predicted, corrected by what others took."""
+    seen = state.measured.get((bucket, assignment))
+    if seen:
+        return statistics.median(seen)
+    same = [
+        statistics.median(times) / state.model.price(assignment, other).seconds
+        for (other, tried), times in state.measured.items()
+        if tried == assignment
+    ]
+    if same:
+        return found.seconds * statistics.median(same)
+    offsets = [
+        statistics.median(times) - state.model.price(tried, other).seconds
+        for (other, tried), times in state.measured.items()
+    ]
+    return found.seconds + (statistics.median(offsets) if offsets else 0.0)
+
+
+def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]] | None, seconds: float) -> State:
+    """What a step took, on the slowest rank."""
+    if state.fixed or not math.isfinite(seconds) or seconds <= 0:
+        return replace(state, chosen=plans)
+    key = (Bucket.of(load, state.model), plans)
+    seen = (*state.measured.get(key, ()), seconds)[-KEPT:]
+    return replace(state, measured={**state.measured, key: seen}, chosen=plans)
+
+
+def check_load(state: State, load: Mapping[str, Sequence[float]] | None) -> None:
+    """Checks a load.
+
+    Raises:
+        ValueError: naming what does not fit; nothing has changed.
+    """
+    for layer in state.model.traced.layers:
+        counts = None if load is None else load.get(layer.name)
+        if counts is None:
+            continue
+        wrong = [c for c in counts if not (isinstance(c, (int, float)) and math.isfinite(c) and c >= 0)]
+        if len(counts) != layer.num_experts or wrong:
+            raise ValueError(
+                f"load of {layer.name}: {list(counts)} must be {layer.num_experts} finite numbers of at least 0, the "
+                "choices of each expert. The plan stays as it is."
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of an explanation."""
+
+    plans: str
+    predicted: float
+    measured: float | None
+    memory: float
+    why: str
+
+
+def explain(state: State, load: Mapping[str, Sequence[float]] | None) -> list[Row]:
+    """Every candidate: its predicted and measured seconds, its memory, and why it runs or lost."""
+    check_load(state, load)
+    bucket, model = Bucket.of(load, state.model), state.model
+    limit = model.spec.memory if model.spec.memory is not None else model.profile.memory
+    ranked = model.ranked(bucket)
+    fits = {assignment for assignment, _ in ranked}
+    uniform = [tuple((name, plan) for name in model.names) for plan in model.candidates]
+    rows = []
+    best = ranked[0][1].seconds
+    for assignment in [a for a, _ in ranked] + [a for a in uniform if a not in fits]:
+        found = model.price(assignment, bucket)
+        seen = state.measured.get((bucket, assignment))
+        if assignment == state.chosen:
+            why = "fixed by the user" if state.fixed else "runs"
+        elif assignment not in fits:
+            why = f"takes {found.memory:.3g} of {limit:.3g} bytes"
+        elif seen:
+            why = "measured slower, or not faster by the margin"
+        else:
+            why = f"predicted {100 * (found.seconds / best - 1):.0f} % slower than the best"
+        rows.append(Row(_text(assignment), found.seconds, statistics.median(seen) if seen else None, found.memory, why))
+    return rows
+
+
+def _text(assignment: Assignment) -> str:
+    plans = {str(plan) for _, plan in assignment}
+    return plans.pop() if len(plans) == 1 else "; ".join(f"{name}: {plan}" for name, plan in assignment)
