@@ -5,8 +5,9 @@ BIN := .venv/bin
 .PHONY: demo test lint format clean
 .DELETE_ON_ERROR:
 
-demo: .venv/ready ## trains a small language model and draws what happened
-	$(BIN)/python examples/train_lm.py --out runs/demo
+demo: .venv/ready ## trains a small language model on two processes, under every plan in turn, and draws what happened
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		examples/train_lm.py --out runs/demo --plan cycle --show-program
 
 test: .venv/ready
 	$(BIN)/python -m pytest

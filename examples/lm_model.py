@@ -1,4 +1,4 @@
-"""A byte-level language model as pure functions, with a mixture of experts in every block; its text and checkpoints.
+"""A byte-level language model as pure functions, with a mixture of experts in every block, and its text.
 
     config = LMConfig(dim=128, layers=2, heads=4, moe=fmoe.MoEConfig(8, 128, 256))
     params = init(config, seed=0)                        # dicts of tensors and `fmoe.MoEParams`
@@ -11,14 +11,11 @@ experts. Letters: B sequences of L bytes, M model dim, N heads, D dim of a head,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
 import sysconfig
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +30,15 @@ import fmoe
 
 BYTES = 256
 STDLIB = "stdlib"
-FORMAT, VERSION = "fmoe-lm-checkpoint", 1
 Params = dict[str, Any]
 
 
 class Refused(Exception):
     """Input that cannot be used; the message says which, and what would do."""
+
+
+class Failed(Exception):
+    """A run that cannot go on."""
 
 
 # --- the model ---------------------------------------------------------------------------------------------
@@ -122,6 +122,10 @@ def forward(params: Params, tokens: Tensor, config: LMConfig) -> tuple[Tensor, l
     return rms_norm(x, params["norm"]) @ params["head"].to(config.dtype), auxes
 
 
+#: `forward`, or what runs it in another way: under a plan, on the tokens of one rank.
+Model = Callable[[Params, Tensor, LMConfig], tuple[Tensor, list[fmoe.Aux]]]
+
+
 def attention(block: Params, x: Tensor, rotation: tuple[Tensor, Tensor], heads: int) -> Tensor:
     """Causal self-attention."""
     q, k, v = rearrange(x @ block["qkv"].to(x.dtype), "b l (three n d) -> three b n l d", three=3, n=heads)
@@ -157,21 +161,25 @@ def dense_ffn(params: Params, x: Tensor) -> Tensor:
 # --- what is asked of it -----------------------------------------------------------------------------------
 
 
-def cross_entropy(params: Params, windows: Tensor, config: LMConfig) -> tuple[Tensor, list[fmoe.Aux]]:
+def cross_entropy(
+    params: Params, windows: Tensor, config: LMConfig, *, model: Model = forward
+) -> tuple[Tensor, list[fmoe.Aux]]:
     """Mean nats per byte of ``windows [B,L+1]``, in which each byte but the first is predicted."""
-    logits, auxes = forward(params, windows[:, :-1], config)
+    logits, auxes = model(params, windows[:, :-1], config)
     return nn.cross_entropy(logits.to(config.param_dtype).flatten(0, 1), windows[:, 1:].flatten()), auxes
 
 
-def objective(params: Params, windows: Tensor, config: LMConfig) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def objective(
+    params: Params, windows: Tensor, config: LMConfig, *, model: Model = forward
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """What training lowers, and as its auxiliary values: nats per byte, counts ``[layers,E]``, dropped ``[layers]``."""
-    nats, auxes = cross_entropy(params, windows, config)
+    nats, auxes = cross_entropy(params, windows, config, model=model)
     total = nats
     for aux in auxes:
         total = total + 0.01 * aux.balance + 0.001 * aux.z
-    experts = config.moe.num_experts if auxes else 0
-    counts = torch.stack([aux.counts for aux in auxes]) if auxes else torch.zeros(0, experts, dtype=torch.int64)
-    dropped = torch.stack([aux.dropped for aux in auxes]) if auxes else torch.zeros(0, dtype=torch.int64)
+    none = torch.zeros(0, config.moe.num_experts, dtype=torch.int64)  # of a dense model
+    counts = torch.stack([aux.counts for aux in auxes]) if auxes else none
+    dropped = torch.stack([aux.dropped for aux in auxes]) if auxes else none[:, 0]
     return total, (nats.detach(), counts, dropped)
 
 
@@ -202,13 +210,21 @@ def parameter_counts(params: Params, config: LMConfig) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def evaluate(params: Params, text: Tensor, config: LMConfig, *, batch: int, length: int, batches: int) -> float:
-    """Bits per byte over at most `batches` batches of windows, spread evenly over `text`, none overlapping."""
+def evaluate(mean_nats: Callable[[Tensor], Tensor], text: Tensor, *, batch: int, length: int, batches: int) -> float:
+    """Bits per byte over at most `batches` batches of windows, spread evenly over `text`, none overlapping.
+
+    Args:
+        mean_nats: nats per byte of ``windows [B,L+1]``.
+        text: bytes.
+        batch: windows to a batch.
+        length: L.
+        batches: how many.
+    """
     count = min(batch * batches, (len(text) - 1) // length)
     starts = torch.arange(count) * ((len(text) - 1) // count)
     nats = 0.0
     for part in starts.split(batch):
-        nats += float(cross_entropy(params, windows_at(text, part, length), config)[0]) * len(part)
+        nats += float(mean_nats(windows_at(text, part, length))) * len(part)
     return nats / count / math.log(2)
 
 
@@ -285,118 +301,3 @@ def training_windows(text: Tensor, *, seed: int, step: int, batch: int, length: 
     """The windows of one training step: they depend on these numbers and on nothing that came before."""
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, size=batch)
     return windows_at(text, torch.from_numpy(starts), length)
-
-
-# --- its training, and checkpoints of it -------------------------------------------------------------------
-
-
-@dataclass
-class Curves:
-    """What happened at every step: bits per byte, rate, seconds, counts ``[layers,E]``, dropped ``[layers]``."""
-
-    bits: list[float] = field(default_factory=list)
-    rate: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-    dropped: list[Tensor] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-
-
-class Training:
-    """One model on its way: parameters, optimizer and curves. All its tensors change in place."""
-
-    def __init__(self, name: str, config: LMConfig, *, seed: int):
-        self.name, self.config, self.curves = name, config, Curves()
-        self.params = init(config, seed=seed)
-        paths = [".".join(map(str, path)) for path in optree.tree_paths(self.params)]
-        self.leaves: dict[str, Tensor] = dict(zip(paths, optree.tree_leaves(self.params), strict=True))
-        matrices = [leaf for leaf in self.leaves.values() if leaf.dim() > 1]
-        vectors = [leaf for leaf in self.leaves.values() if leaf.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return len(self.curves.bits)
-
-    def update(self, grads: Params, rate: float) -> None:
-        """One step of AdamW along the functional gradients, clipped to norm 1."""
-        for leaf, grad in zip(self.leaves.values(), optree.tree_leaves(grads), strict=True):
-            leaf.grad = grad
-        torch.nn.utils.clip_grad_norm_(self.leaves.values(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-
-    def save(self, path: Path, options: dict[str, str], digest: str) -> None:
-        """Writes a checkpoint of plain tensors, numbers, strings, lists and dicts, whole or not at all."""
-        curves, experts = self.curves, self.config.moe.num_experts
-        layers = 0 if self.config.dense is not None else self.config.layers
-        saved = {
-            "format": FORMAT,
-            "version": VERSION,
-            "options": options,
-            "text": digest,
-            "step": self.step,
-            "params": self.leaves,
-            "optimizer": self.optimizer.state_dict(),
-            "bits": torch.tensor(curves.bits, dtype=torch.float64),
-            "rate": torch.tensor(curves.rate, dtype=torch.float64),
-            "seconds": torch.tensor(curves.seconds, dtype=torch.float64),
-            "counts": torch.stack(curves.counts) if self.step else torch.zeros(0, layers, experts, dtype=torch.int64),
-            "dropped": torch.stack(curves.dropped) if self.step else torch.zeros(0, layers, dtype=torch.int64),
-            "validation": [list(point) for point in curves.validation],
-        }
-        with written_whole(path) as temporary:
-            try:
-                torch.save(saved, temporary)
-            except RuntimeError as error:  # how torch reports a full disk
-                raise OSError(f"{path}: {str(error).splitlines()[0]}") from None
-
-    def restore(self, saved: dict[str, Any], path: Path) -> None:
-        """Goes back to the state that was saved."""
-        try:
-            step, found = saved["step"], {name: (leaf.shape, leaf.dtype) for name, leaf in saved["params"].items()}
-            if found != {name: (leaf.shape, leaf.dtype) for name, leaf in self.leaves.items()}:
-                raise Refused(f"{path}: a checkpoint of another model: its parameters have other names or shapes")
-            self.optimizer.load_state_dict(saved["optimizer"])
-            for leaf, state in self.optimizer.state.items():
-                if any(state[name].shape != leaf.shape for name in ("exp_avg", "exp_avg_sq")):
-                    raise ValueError("an optimizer state of another shape")
-            for name, leaf in self.leaves.items():
-                leaf.copy_(saved["params"][name])
-            numbers = [saved[name].tolist() for name in ("bits", "rate", "seconds")]
-            lists = [list(saved[name].unbind()) for name in ("counts", "dropped")]
-            if any(len(curve) != step for curve in numbers + lists):
-                raise ValueError("curves of another length")
-            if len(self.optimizer.state) != (len(self.leaves) if step else 0):
-                raise ValueError("an optimizer state of other leaves")
-            self.curves = Curves(*numbers, *lists, [(int(at), float(bits)) for at, bits in saved["validation"]])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise Refused(f"{path}: a damaged checkpoint ({type(error).__name__})") from None
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What `Training.save` wrote to `path`."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch remarks on files of other kinds
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise Refused(f"--resume: there is no {path}; leave --resume out to begin") from None
-    except Exception as error:  # whatever unpickling may raise
-        raise Refused(f"{path}: not a checkpoint, or one cut short ({type(error).__name__})") from None
-    if not isinstance(saved, dict) or (saved.get("format"), saved.get("version")) != (FORMAT, VERSION):
-        raise Refused(f"{path}: not a checkpoint of this program, or of another version of it")
-    return saved
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A name to write to; what is there at the end takes the place of `path` in one move."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

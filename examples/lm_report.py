@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import lm_model
 import torch
-from lm_model import Training
+from lm_checkpoint import written_whole
+from lm_model import LMConfig, Params
+from lm_training import Training
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -61,7 +63,7 @@ def write_metrics(path: Path, runs: dict[str, Training], finals: dict[str, Any],
         "text": text,
         "runs": shown,
     }
-    with lm_model.written_whole(path) as temporary:
+    with written_whole(path) as temporary:
         temporary.write_text(json.dumps(metrics, allow_nan=False) + "\n")
 
 
@@ -78,7 +80,7 @@ def draw(runs: dict[str, Training], session: Session) -> None:
     pictures["load.png"] = Figure(figsize=(8, 1.2 + 1.9 * moe.config.layers), layout="constrained")
     draw_load(pictures["load.png"], torch.stack(moe.curves.counts))
     for name, figure in pictures.items():
-        with lm_model.written_whole(session.out / name) as temporary:
+        with written_whole(session.out / name) as temporary:
             figure.savefig(temporary, format="png", dpi=130)
 
 
@@ -168,16 +170,16 @@ def summarize(runs: dict[str, Training], finals: dict[str, Any], session: Sessio
         )
 
 
-def show_sample(run: Training, session: Session) -> None:
-    """Prints text of the model's own."""
+def show_sample(params: Params, config: LMConfig, session: Session) -> None:
+    """Prints text of the model's own; `params` are plain tensors."""
     options = session.options
     if not options.sample_bytes:
         return
     prompt = options.prompt or ("def " if options.data == lm_model.STDLIB else "\n")
     start = prompt.encode(errors="surrogateescape")
     written = lm_model.generate(
-        run.params,
-        run.config,
+        params,
+        config,
         start,
         options.sample_bytes,
         length=options.length,

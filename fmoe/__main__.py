@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__
+from .calibrate import add_calibrate, run_calibrate
 from .functional.config import MoEConfig
 from .functional.moe import moe
 from .functional.routers import TopK
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fmoe {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_show(commands)
+    add_calibrate(commands)
     table = commands.add_parser(
         "transforms",
         help="run every operation and the layer under every transform, here and now, and print the table",
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "show":
         return _show(arguments)
+    if arguments.command == "calibrate":
+        return run_calibrate(arguments)
     return _transforms(table, arguments.backend, arguments.rows, arguments.subjects)
 
 

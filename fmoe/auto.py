@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -61,7 +62,6 @@ class Auto:
         self._agreed: set[Any] = set()
         self._called: Recent[Compiled] = Recent()
         self._state: planner.State | None = None
-        self._load: dict[str, list[float]] | None = None
         self._began: float | None = None  # of the step that runs; None where it is not one to learn from
 
     def use(self, plan: Plan | str | Mapping[str, Plan | str] | None) -> None:
@@ -105,21 +105,19 @@ class Auto:
                 f"update: {len(found)} Aux were given, but the layers are {', '.join(names)}: give one for each."
             )
         load = {name: [float(c) for c in one.counts.tolist()] for name, one in zip(names, found, strict=True)}
-        planner.check_load(state, load)
         now = time.perf_counter()
         took = 0 if self._began is None else max(1, round(1e6 * (now - self._began)))
         slowest, new = agree([took, int(self._began is None)], "update")
-        if not new and state.chosen is not None:
-            state = planner.observe(state, state.chosen, load, slowest / 1e6)
-        plans = planner.choose(state, load)
-        self._state, self._load = replace(state, chosen=plans), load
+        assert state.chosen is not None
+        state = planner.observe(state, state.chosen, load, math.nan if new else slowest / 1e6)
+        self._state = replace(state, chosen=planner.choose(state, state.load))
         self._began = time.perf_counter()
 
     def explain(self) -> str:
         """Every candidate plan, its price, and why it runs or lost, as a table."""
         if self._state is None:
             return "no plan is chosen yet: call the function once."
-        return explanation_text(planner.explain(self._state, self._load))
+        return explanation_text(planner.explain(self._state, self._state.load))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function on this rank's tokens; every rank must call."""

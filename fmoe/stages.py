@@ -11,7 +11,7 @@ Each prints (`as_text`), is priced (`cost`) and knows the types it takes and ret
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -123,12 +123,7 @@ def plan_of(layer: Layer, spec: ShardingSpec) -> Plan:
     plan = (own or spec).plan_of(layer.name)
     if own is not None and own.mesh != spec.mesh:
         raise SpecError(f"{layer.name}: the function was given {own.mesh}, but it is planned for {spec.mesh}.")
-    if plan.layout is not None:
-        return plan
-    layout = layer.dispatch.param("layout") or "ragged"
-    if plan.mp == "gather" or plan.a2a == "2dh":
-        layout = "padded"
-    return replace(plan, layout=layout)
+    return layer.resolve(plan)
 
 
 def slots_of(layer: Layer, spec: ShardingSpec) -> int:

@@ -31,6 +31,7 @@ LAYERS = [
     "signature",
     "stages",
     "auto",
+    "calibrate",
     "transforms",
     "__init__",
     "__main__",

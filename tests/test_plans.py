@@ -113,6 +113,16 @@ def test_two_layers_with_plans_of_their_own():
         fmoe.trace(two_layers)(params, xs[0]).plan(spec.replace(plan={"moe.0": "dp"}))
 
 
+def test_two_layers_in_chunks():
+    params = [layer_of(4)[1], layer_of(8)[1]]
+    xs = tokens_of(*[T] * 8)
+    for plan in ("ep r=1 pipeline=2 a2a=2dh layout=padded", "ep r=2 pipeline=4"):
+        spec = fmoe.ShardingSpec(fmoe.make_mesh([4, 8], world=8, node=4), plan=plan)
+        planned = fmoe.trace(two_layers)(params, xs[0]).plan(spec)
+        for x, y in zip(xs, fmoe.simulate(planned, params, xs), strict=True):
+            assert_close(y, two_layers(params, x))
+
+
 # --- values ------------------------------------------------------------------------------------------------------
 
 WORLDS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3), (8, 4), (12, 4)]

@@ -383,5 +383,5 @@ def test_arguments_by_keyword():
     assert torch.equal(step(PARAMS, X, by=by), scaled(PARAMS, X, by=by))
     assert torch.equal(step(PARAMS, x=X, by=by, shift=1.0), scaled(PARAMS, X, by=by, shift=1.0))
     assert "by:f64[]" in step.planned(PARAMS, X, by=by).as_text()
-    with pytest.raises(TypeError, match="an argument holds a bytearray: give tensors, numbers, strings or None."):
+    with pytest.raises(TypeError, match=r"an argument holds a bytearray: give tensors, numbers, strings or None\."):
         step(PARAMS, X, by=bytearray(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import fmoe
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import lm_checkpoint  # noqa: E402
 import lm_model  # noqa: E402
 import train_lm  # noqa: E402
 
@@ -61,7 +63,8 @@ def curves(out: Path, name: str = "moe") -> dict:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def test_as_a_program(text, tmp_path):
 def test_leaves_curves_pictures_and_a_checkpoint(whole):
     from matplotlib import image
 
-    names = {"checkpoint.pt", "checkpoint.dense.pt", "loss.png", "load.png", "metrics.json"}
+    names = {"checkpoint", "checkpoint.dense", "loss.png", "load.png", "metrics.json"}
     assert {path.name for path in whole.iterdir()} == names
     for name in ("loss.png", "load.png"):
         picture = image.imread(whole / name)
@@ -126,7 +129,7 @@ def test_drops_are_counted(text, tmp_path):
     assert dropped == [[sum(max(0, n - limit) for n in layer) for layer in step] for step in counts]
 
 
-def interrupt_at(monkeypatch, times: int, count: int = 1) -> None:
+def interrupt_at(monkeypatch, times: int, count: int = 1, number: int = signal.SIGINT) -> None:
     """Sends Ctrl-C in the middle of the step that evaluates for the `times`-th time."""
     original, calls = lm_model.evaluate, []
 
@@ -134,7 +137,7 @@ def interrupt_at(monkeypatch, times: int, count: int = 1) -> None:
         calls.append(None)
         if len(calls) == times:
             for _ in range(count):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(lm_model, "evaluate", evaluate)
@@ -164,11 +167,21 @@ def test_goes_on_from_a_periodic_checkpoint(text, whole, tmp_path, monkeypatch, 
         interrupt_at(patched, times=times, count=2)  # at step 4 or 8, without a last checkpoint
         assert run(text, tmp_path) == 130
     assert capsys.readouterr().err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == step
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert json.loads((tmp_path / "checkpoint" / "run.json").read_text())["step"] == step
     assert train_lm.main(["--out", str(tmp_path), "--resume"]) == 0
     assert curves(tmp_path) == curves(whole)
-    assert not (tmp_path / "checkpoint.previous.pt").exists()
+    assert not (tmp_path / "checkpoint.previous").exists()
+
+
+def test_sigterm_ends_a_run_at_once(text, tmp_path, monkeypatch, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
+    interrupt_at(monkeypatch, times=1, number=signal.SIGTERM)
+    assert "ended by SIGTERM" in refused(
+        [*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(tmp_path)], capsys, code=143
+    )
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -180,6 +193,17 @@ def test_other_precisions_and_capacities_go_on_exactly(text, tmp_path, monkeypat
         assert run(text, tmp_path / "parts", *extra) == 130
     assert train_lm.main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
     assert curves(tmp_path / "whole") == curves(tmp_path / "parts")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_under_a_plan_one_process_learns_the_same(text, whole, tmp_path, capsys):
+    assert run(text, tmp_path, "--plan", "cycle", "--show-program") == 0
+    out = capsys.readouterr().out
+    assert "pipeline=2" in out
+    assert "forward@device" in out
+    planned, plain = curves(tmp_path), curves(whole)
+    assert planned["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-4)
+    assert planned["counts"] == plain["counts"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -206,9 +230,13 @@ def test_resume_of_a_finished_run_reports_again_and_may_go_further(whole, tmp_pa
 def test_a_new_run_keeps_the_old_checkpoint(text, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     assert run(text, tmp_path, "--steps", "1") == 0
-    assert (tmp_path / "checkpoint.previous.pt").read_bytes() == (whole / "checkpoint.pt").read_bytes()
-    assert (tmp_path / "checkpoint.dense.previous.pt").read_bytes() == (whole / "checkpoint.dense.pt").read_bytes()
-    assert not (tmp_path / "checkpoint.dense.pt").exists()
+    for name in ("checkpoint", "checkpoint.dense"):
+        assert snapshot(tmp_path / f"{name}.previous") == snapshot(whole / name)
+    assert not (tmp_path / "checkpoint.dense").exists()
+    again = snapshot(tmp_path / "checkpoint")
+    assert run(text, tmp_path, "--steps", "1", "--lr", "0.01") == 0
+    assert snapshot(tmp_path / "checkpoint.previous") == again
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def refused(argv: list[str], capsys, code: int = 2) -> str:
@@ -235,6 +263,9 @@ def refused(argv: list[str], capsys, code: int = 2) -> str:
         ("--dtype int8", "argument --dtype: 'int8' is not one of float32, float64, bfloat16"),
         ("--temperature -1", "argument --temperature: -1 is not a finite number of at least 0"),
         ("--seed -1", "argument --seed: -1 is not from 0"),
+        ("--plan sideways", "argument --plan: Plan.parse('sideways'): it must begin with one of dp, ep"),
+        ("--plan ep r=2", "r=2 is not available. 1 ranks hold the experts in 1 parts"),
+        ("--timeout 0", "argument --timeout: 0 is not a finite number above 0"),
         ("--colour red", "unrecognized arguments: --colour red"),
         ("--data no/such/place", "--data no/such/place: there is no such file or folder"),
         ("--data /dev/null", "--data /dev/null: there is no such file or folder"),
@@ -247,7 +278,8 @@ def refused(argv: list[str], capsys, code: int = 2) -> str:
 )
 def test_refuses_in_one_line_and_touches_nothing(text, whole, capsys, extra, words):
     before = snapshot(whole)
-    argv = [*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(whole), *extra.split()]
+    flag, *values = extra.split(maxsplit=1 if extra.startswith("--plan") else -1)
+    argv = [*SIZES.split(), *PACE.split(), "--data", str(text), "--out", str(whole), flag, *values]
     assert words in refused(argv, capsys)
     assert snapshot(whole) == before
 
@@ -263,44 +295,94 @@ def test_refuses_text_that_is_none(tmp_path, capsys):
     assert not out.exists()
 
 
-def damaged(whole: Path, kind: str) -> bytes | dict:
-    good = (whole / "checkpoint.pt").read_bytes()
-    saved = torch.load(whole / "checkpoint.pt", weights_only=True)
-    if kind == "another model":
-        saved["params"]["head"] = torch.zeros(3, 4)
+def damage(checkpoint: Path, kind: str) -> None:
+    """Spoils a good checkpoint: one of its files, or what it says of itself."""
+    about = checkpoint / "run.json"
+    files = {"run.json": about, "metadata": checkpoint / ".metadata", "tensors": next(checkpoint.glob("*.distcp"))}
+    how, _, what = kind.partition(" ")
+    if what in files:
+        good = files[what].read_bytes()
+        spoilt = {"empty": b"", "truncated": good[: len(good) // 2], "noise": b"noise" * 99}
+        files[what].unlink() if how == "lost" else files[what].write_bytes(spoilt[how])
+        return
+    saved = json.loads(about.read_text())
+    if kind == "foreign":
+        saved = {"a": 1}
     elif kind == "short curve":
-        saved["bits"] = saved["bits"][:-1]
-    elif kind == "bad optimizer":
-        saved["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
+        saved["step"] -= 1
     elif kind == "no options":
         del saved["options"]
-    elif kind == "no optimizer":
-        del saved["optimizer"]
-    return {"empty": b"", "truncated": good[: len(good) // 2], "noise": b"noise" * 99, "foreign": {"a": 1}}.get(
-        kind, saved
-    )
+    elif kind == "bad validation":
+        saved["validation"] = [1, 2]
+    about.write_text(json.dumps(saved))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("empty", "not a checkpoint, or one cut short"),
-        ("truncated", "not a checkpoint, or one cut short"),
-        ("noise", "not a checkpoint, or one cut short"),
+        *(
+            (f"{how} {what}", "not a checkpoint, or one cut short")
+            for how in ("empty", "truncated", "noise", "lost")
+            for what in ("run.json", "metadata", "tensors")
+        ),
         ("foreign", "not a checkpoint of this program"),
-        ("another model", "a checkpoint of another model"),
-        ("short curve", "a damaged checkpoint"),
-        ("bad optimizer", "a damaged checkpoint"),
-        ("no options", "a damaged checkpoint (its options)"),
-        ("no optimizer", "a damaged checkpoint"),
+        (
+            "short curve",
+            "a damaged checkpoint: curves.bits is float64[12], not float64[11]; curves.counts is int64[12,2,4],",
+        ),
+        ("no options", "a damaged checkpoint"),
+        ("bad validation", "a damaged checkpoint"),
     ],
 )
 def test_refuses_bad_checkpoints(whole, tmp_path, capsys, kind, words):
+    shutil.copytree(whole / "checkpoint", tmp_path / "checkpoint")
     shutil.copy(whole / "load.png", tmp_path)
-    content, path = damaged(whole, kind), tmp_path / "checkpoint.pt"
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    damage(tmp_path / "checkpoint", kind)
     before = snapshot(tmp_path)
     assert words in refused(["--out", str(tmp_path), "--resume"], capsys)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_names_every_tensor_of_another_model(text, whole, tmp_path, capsys):
+    assert run(text, tmp_path, "--steps", "12", "--layers", "1", "--hidden", "9") == 0
+    shutil.copy(whole / "checkpoint" / "run.json", tmp_path / "checkpoint")
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    message = refused(["--out", str(tmp_path), "--resume"], capsys)
+    assert "a checkpoint of another model" in message
+    block = ("norm_attention", "qkv", "out", "norm_ffn", "ffn.router.weight", "ffn.experts.w_in", "ffn.experts.w_out")
+    for kind in ("params", "exp_avg", "exp_avg_sq"):
+        for leaf in block:
+            assert f"{kind}.blocks.1.{leaf} is missing" in message
+        assert f"{kind}.blocks.0.ffn.experts.w_in is float32[4,8,2,9], not float32[4,8,2,8]" in message
+        assert f"{kind}.blocks.0.ffn.experts.w_out is float32[4,9,8], not float32[4,8,8]" in message
+    assert "curves.dropped is int64[12,1], not int64[12,2]" in message
+    assert message.count(";") == 3 * (len(block) + 2) + 2 - 1, "other tensors are named too"
+    assert snapshot(tmp_path) == before
+
+
+def test_finds_the_checkpoint_in_the_middle_of_its_replacement(whole, tmp_path):
+    put = lm_checkpoint.put
+    shutil.copytree(whole / "checkpoint", tmp_path / "checkpoint")
+    expected = lm_checkpoint.read(tmp_path / "checkpoint").tensors
+    (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint.replaced")  # where a kill between two moves leaves it
+    assert lm_checkpoint.read(tmp_path / "checkpoint").tensors == expected
+    shutil.copytree(whole / "checkpoint", tmp_path / ".checkpoint.new")
+    put(tmp_path / ".checkpoint.new", tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert lm_checkpoint.read(tmp_path / "checkpoint").tensors == expected
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(whole, tmp_path, capsys):
+    shutil.copytree(whole / "checkpoint", tmp_path / "checkpoint")
+    before = snapshot(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))  # less than the tensors take
+    try:
+        assert "cannot write" in refused(["--out", str(tmp_path), "--resume", "--steps", "13"], capsys, code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert snapshot(tmp_path) == before
 
 
@@ -351,7 +433,9 @@ def test_is_causal_and_attends():
 def test_evaluate_is_the_mean_over_windows():
     params, config = small_model()
     text = torch.randint(0, 256, (50,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    got = lm_model.evaluate(params, text, config, batch=2, length=9, batches=9)
+    got = lm_model.evaluate(
+        lambda windows: lm_model.cross_entropy(params, windows, config)[0], text, batch=2, length=9, batches=9
+    )
     nats = []
     for start in range(0, 45, 9):  # all five windows of 9 that fit, though 18 were asked for
         window = text[start : start + 10].long()
@@ -425,8 +509,8 @@ def test_samples_are_seeded_and_as_cold_as_asked():
 
 
 def test_without_matplotlib_there_are_no_pictures(whole, tmp_path, monkeypatch, capsys):
-    shutil.copy(whole / "checkpoint.pt", tmp_path)
+    shutil.copytree(whole / "checkpoint", tmp_path / "checkpoint")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert train_lm.main(["--out", str(tmp_path), "--resume"]) == 0
     assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt", "metrics.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "metrics.json"}

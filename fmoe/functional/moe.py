@@ -54,7 +54,9 @@ def moe(
         result: tuple[Tensor, Aux] = under_spec("moe")(params, x, config, spec=spec, **gate_arguments)
         return result
     capacity = gate_arguments.setdefault("capacity", config.capacity)
-    layout = config.layout or ("ragged" if capacity is None else "padded")
+    layout = config.layout
+    if layout is None and recorder() is None:  # a program leaves it to its plan
+        layout = "ragged" if capacity is None else "padded"
     routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)
     experts, h = params.experts, x
     if config.dtype is not None:

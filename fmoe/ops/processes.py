@@ -40,13 +40,23 @@ def group_name(axes: Axes, axis: str) -> str:
     return str(made[everyone])
 
 
+def _timeout() -> Any:
+    """The default group's timeout, or None where it does not tell."""
+    for device in ("cpu", "cuda"):
+        try:
+            return dist.group.WORLD._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError):
+            continue
+    return None
+
+
 def _make_group(everyone: tuple[tuple[int, ...], ...]) -> str:
     rank = dist.get_rank()
     if everyone == (tuple(range(dist.get_world_size())),):
         return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    own = None
+    own, timeout = None, _timeout()
     for ranks in everyone:
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
             own = group
     return str(own.group_name)  # type: ignore[union-attr]
@@ -85,7 +95,7 @@ def _control() -> Any:
     if "control" not in made:
         made["control"] = dist.group.WORLD
         if dist.get_backend() not in ("gloo", "fake"):
-            made["control"] = dist.new_group(backend="gloo")
+            made["control"] = dist.new_group(backend="gloo", timeout=_timeout())
     return made["control"]
 
 

@@ -21,9 +21,9 @@ class Builder:
         self._taken = set(program.types())
 
     def fresh(self, name: str) -> str:
-        """`name`, or the first of ``name_1``, ``name_2``, ... that is free."""
+        """`name`, or the first of ``name_1``, ``name_2``, ... that is free, also for chunks ``name.0``, ``name.1``."""
         unique, n = name, 0
-        while unique in self.types or unique in self._taken:
+        while any(taken in self.types or taken in self._taken for taken in (unique, f"{unique}.0")):
             n += 1
             unique = f"{name}_{n}"
         self._taken.add(unique)

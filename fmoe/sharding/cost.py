@@ -85,6 +85,12 @@ class Load:
     """How the choices of a layer are spread: choices of each expert, over all ranks."""
 
     counts: tuple[float, ...]
+    ratio: float | None = None
+
+    @classmethod
+    def spread(cls, ratio: float) -> Load:
+        """A load of which only the excess of the fullest part is known."""
+        return cls((), ratio)
 
     def fullest(self, parts: int) -> float:
         """Rows of the fullest of `parts` groups of experts over those of the mean one; 1 for no rows.
@@ -93,6 +99,8 @@ class Load:
             >>> Load((6, 0, 1, 1)).fullest(2)
             1.5
         """
+        if self.ratio is not None:
+            return max(1.0, min(self.ratio, float(parts)))
         total = sum(self.counts)
         if total <= 0:
             return 1.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from .._errors import PlanError
 from ..program import Equation, Program, Type
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,19 @@ class Layer:
     def k(self) -> int:
         """Choices per token."""
         return int(self.routed.dims[1])
+
+    @property
+    def layout(self) -> str:
+        """The layout that the function asks for, or else the one that fits its capacity."""
+        capacity = None if self.gate is None else self.gate.param("capacity")
+        return str(self.dispatch.param("layout") or ("ragged" if capacity is None else "padded"))
+
+    def resolve(self, plan: Plan) -> Plan:
+        """The plan in this layer's layout, unless it says or needs another."""
+        if plan.layout is not None:
+            return plan
+        needs_padded = plan.mp == "gather" or plan.a2a == "2dh"
+        return replace(plan, layout="padded" if needs_padded else self.layout)
 
     def slots(self, tokens: int) -> int:
         """Slots per expert that suffice for any rank with at most `tokens` tokens."""

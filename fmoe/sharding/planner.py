@@ -9,9 +9,10 @@ Pure functions on a frozen state, as optax does it:
 
 Every legal plan is priced first (`cost`); plans that do not fit in memory are out. Of the analytic order
 only the best `TRIALS` of a kind of load are ever tried: each is run for `REPEATS` steps, and what it took
-over what was predicted is remembered as a correction. Afterwards the best corrected one runs, and gives
-way to another only where that is better by `MARGIN`. All inputs are numbers that the ranks have agreed
-on, so every rank makes the same choice.
+is remembered, for `STALE` steps. Afterwards the best one runs, and gives way to another only where that is
+better by `MARGIN`. A kind of load is the excess of the fullest part of the experts over the mean, in steps of
+`STEP`, and choices follow a running mean of it, so that a load that swings across a crossover does not make
+them swing. All inputs are numbers that the ranks have agreed on, so every rank makes the same choice.
 
 An assignment gives each layer a plan: the same for all, or for each layer the best one under its load.
 """
@@ -35,8 +36,12 @@ TRIALS = 3
 REPEATS = 2
 MARGIN = 0.05
 KEPT = 5
+STALE = 200
+STEP = 1.25
+#: Weight of the last step in the running mean of the load.
+WEIGHT = 0.25
 #: Plans that are predicted to take this much longer than the best are not worth a trial.
-HOPELESS = 1.5
+HOPELESS = 2.0
 
 Assignment = tuple[tuple[str, Plan], ...]
 
@@ -63,7 +68,7 @@ class Model:
         key = (assignment, load)
         if key not in self.known:
             program, axes = self._lowered(assignment)
-            loads = {name: Load(counts) for name, counts in load.spread}
+            loads = {name: Load.spread(STEP**level) for name, level in load.levels}
             self.known[key] = price(program, axes, self.profile, loads=loads, tokens=self.tokens)
         found: Price = self.known[key]
         return found
@@ -120,23 +125,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A kind of load: by layer, how choices are spread over the experts, coarsely."""
+    """A kind of load: by layer, the level of the fullest part of the experts, in powers of `STEP` of the mean."""
 
-    spread: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    levels: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, load: Mapping[str, Sequence[float]] | None, model: Model) -> Bucket:
-        """The kind of a load: shares of each expert on a scale of an eighth of the mean."""
+        """The kind of a load; even where none is given."""
         if load is None:
             return cls()
-        return cls(tuple((name, _coarse(load[name])) for name in model.names if name in load))
-
-
-def _coarse(counts: Sequence[float]) -> tuple[float, ...]:
-    total = sum(counts)
-    if total <= 0:
-        return tuple(1.0 for _ in counts)
-    return tuple(round(8 * len(counts) * c / total) / 8 for c in counts)
+        parts = model.spec.mesh.expert
+        ratios = [(name, Load(tuple(load[name])).fullest(parts)) for name in model.names if name in load]
+        levels = tuple((name, round(math.log(ratio) / math.log(STEP))) for name, ratio in ratios)
+        return cls(levels if any(level for _, level in levels) else ())
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,23 @@ class State:
 
     Attributes:
         model: what it prices.
-        measured: (bucket, assignment) to the last seconds it took.
+        measured: (bucket, assignment) to the last (step, seconds) it took.
         chosen: the assignment that runs.
         fixed: whether the user chose it.
+        load: running mean of the choices of each expert, by layer.
+        step: how many steps were observed.
     """
 
     model: Model
-    measured: Mapping[tuple[Bucket, Assignment], tuple[float, ...]] = field(default_factory=dict)
+    measured: Mapping[tuple[Bucket, Assignment], tuple[tuple[int, float], ...]] = field(default_factory=dict)
     chosen: Assignment | None = None
     fixed: bool = False
+    load: Mapping[str, tuple[float, ...]] | None = None
+    step: int = 0
+
+    def took(self, bucket: Bucket, assignment: Assignment) -> list[float]:
+        """What an assignment took under a kind of load, as far as it is not stale."""
+        return [t for step, t in self.measured.get((bucket, assignment), ()) if self.step - step < STALE]
 
 
 def init(traced: Any, spec: ShardingSpec, profile: Profile, widths: Mapping[str, int], tokens: int | None) -> State:
@@ -174,7 +183,7 @@ def init(traced: Any, spec: ShardingSpec, profile: Profile, widths: Mapping[str,
     every = legal_plans(spec.mesh, layout=layout)
     model = Model(traced, spec, profile, widths, tuple(every), tokens)
     if spec.plan is not None:
-        fixed = tuple((layer.name, spec.plan_of(layer.name)) for layer in traced.layers)
+        fixed = tuple((layer.name, layer.resolve(spec.plan_of(layer.name))) for layer in traced.layers)
         return State(model, chosen=fixed, fixed=True)
     state = State(model)
     return replace(state, chosen=model.ranked(Bucket())[0][0])
@@ -211,36 +220,43 @@ def _candidates(state: State, bucket: Bucket) -> list[Assignment]:
 
 def _trial(state: State, bucket: Bucket) -> Assignment | None:
     """The next assignment to try under this kind of load, the one that runs first, or None when all were."""
-    left = [a for a in _candidates(state, bucket) if len(state.measured.get((bucket, a), ())) < REPEATS]
+    left = [a for a in _candidates(state, bucket) if len(state.took(bucket, a)) < REPEATS]
     return None if not left else state.chosen if state.chosen in left else left[0]
 
 
 def _expected(state: State, bucket: Bucket, assignment: Assignment, found: Price) -> float:
     """Seconds of a step: as measured under this kind of load, or as predicted, corrected by what others took."""
-    seen = state.measured.get((bucket, assignment))
+    seen = state.took(bucket, assignment)
     if seen:
         return statistics.median(seen)
-    same = [
-        statistics.median(times) / state.model.price(assignment, other).seconds
-        for (other, tried), times in state.measured.items()
-        if tried == assignment
-    ]
+    others = [(tried, other, state.took(other, tried)) for other, tried in state.measured]
+    known = [(tried, statistics.median(t), state.model.price(tried, other).seconds) for tried, other, t in others if t]
+    same = [took / predicted for tried, took, predicted in known if tried == assignment]
     if same:
         return found.seconds * statistics.median(same)
-    offsets = [
-        statistics.median(times) - state.model.price(tried, other).seconds
-        for (other, tried), times in state.measured.items()
-    ]
-    return found.seconds + (statistics.median(offsets) if offsets else 0.0)
+    beside = [took - predicted for _, took, predicted in known]  # what a step does besides
+    return found.seconds + (statistics.median(beside) if beside else 0.0)
 
 
 def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]] | None, seconds: float) -> State:
-    """What a step took, on the slowest rank."""
-    if state.fixed or not math.isfinite(seconds) or seconds <= 0:
-        return replace(state, chosen=plans)
-    key = (Bucket.of(load, state.model), plans)
-    seen = (*state.measured.get(key, ()), seconds)[-KEPT:]
-    return replace(state, measured={**state.measured, key: seen}, chosen=plans)
+    """What a step took, on the slowest rank, and the load it had.
+
+    Raises:
+        ValueError: if the load does not fit; nothing has changed.
+    """
+    check_load(state, load)
+    mean = state.load
+    if load is not None:
+        before = {name: tuple(map(float, counts)) for name, counts in load.items()} if mean is None else mean
+        mean = {
+            name: tuple((1 - WEIGHT) * a + WEIGHT * b for a, b in zip(before[name], counts, strict=True))
+            for name, counts in load.items()
+        }
+    measured = dict(state.measured)
+    if not state.fixed and math.isfinite(seconds) and seconds > 0:
+        key = (Bucket.of(load, state.model), plans)
+        measured[key] = (*measured.get(key, ()), (state.step, seconds))[-KEPT:]
+    return replace(state, measured=measured, chosen=plans, load=mean, step=state.step + 1)
 
 
 def check_load(state: State, load: Mapping[str, Sequence[float]] | None) -> None:
@@ -284,7 +300,7 @@ def explain(state: State, load: Mapping[str, Sequence[float]] | None) -> list[Ro
     best = ranked[0][1].seconds
     for assignment in [a for a, _ in ranked] + [a for a in uniform if a not in fits]:
         found = model.price(assignment, bucket)
-        seen = state.measured.get((bucket, assignment))
+        seen = state.took(bucket, assignment)
         if assignment == state.chosen:
             why = "fixed by the user" if state.fixed else "runs"
         elif assignment not in fits:
