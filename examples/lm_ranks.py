@@ -105,7 +105,7 @@ class Runner:
     Args:
         config: of the model.
         ranks: the processes.
-        plan: a plan's text, `CYCLE`, or an empty string for none: fmoe's own on several ranks.
+        plan: a plan's text, `CYCLE`, or an empty string: then the planner chooses on several ranks.
 
     Raises:
         Refused: if the plan is not legal on so many ranks.
@@ -132,6 +132,20 @@ class Runner:
         """Takes the plan of step 1, 2, ...: with `CYCLE` the next one, the same on every rank."""
         if len(self.plans) > 1:
             self.model.use(self.plans[(step - 1) % len(self.plans)])
+
+    def end(self, counts: Tensor, seconds: float) -> None:
+        """Tells the planner, if it chooses, what a step took and how its ``counts [layers,E]`` were spread."""
+        if self.planned:
+            self.model.update(list(counts.unbind()), seconds=seconds)
+
+    def explanation(self) -> str:
+        """Why the plans run that run; nothing where none were chosen."""
+        return str(self.model.explain()) if self.planned else ""
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chooses."""
+        return self.spec is not None and not self.plans and self.config.dense is None
 
     def program(self, params: Params, windows: Tensor) -> str:
         """The program of a step, under a plan that overlaps exchanges with compute if there is one to choose."""

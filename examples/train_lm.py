@@ -192,6 +192,7 @@ def one_step(run: Training, session: Session) -> None:
     curves.counts.append(counts)
     curves.dropped.append(dropped)
     curves.seconds.append(time.perf_counter() - started)
+    run.runner.end(counts, curves.seconds[-1])
 
 
 def note(run: Training, options: Options) -> str:
@@ -311,6 +312,7 @@ def program(given: dict[str, Any], todo: Any, ranks: Ranks) -> int:
         session.say("stopped: --resume goes on from here")
     finals = {run.name: final(run, session) for run in runs}
     params = lm_ranks.gathered(runs[0].params)
+    explanation = runs[0].runner.explanation()
     ranks.leave()  # the rest is for one alone, and may take its time
     if ranks.first:
         shown = {run.name: run for run in runs}
@@ -318,6 +320,8 @@ def program(given: dict[str, Any], todo: Any, ranks: Ranks) -> int:
         draw(shown, session)
         summarize(shown, finals, session)
         show_sample(params, runs[0].config, session)
+        if explanation:
+            session.say(explanation)
         session.say(f"results are in {session.out}")
     return 130 if stopped else 0
 

@@ -81,32 +81,37 @@ class Auto:
         (most,) = agree([max((layer.tokens for layer in planned.traced.layers), default=0)], "planned")
         return replace(planned, tokens=self.spec.max_tokens or most)
 
-    def update(self, aux: Any) -> None:
+    def update(self, aux: Any, *, seconds: float | None = None) -> None:
         """Learns from the step that ended, and sets the plans of the next ones. Once per optimizer step.
 
-        Every rank must call. The loads are the router's counts, which are global; the time is that since
-        the last update, of the slowest rank. A step in which a program was made first is not learned from.
+        Every rank must call. The loads are the router's counts, which are global; the time is the slowest
+        rank's. A step in which a program was made first is not learned from.
 
         Args:
-            aux: what the function returned: any tree with the `Aux` of every layer, in their order.
+            aux: what the function returned: any tree with the `Aux` of every layer, in their order, or with
+                their counts ``[E]`` alone.
+            seconds: what the step took on this rank; by default the time since the last update.
 
         Raises:
-            ValueError: if there is not one `Aux` for each layer, or its counts do not fit; the plans stay.
+            ValueError: if there is not one for each layer, or the counts do not fit; the plans stay.
         """
         state = self._state
         if state is None:
             raise ValueError("update: the function has not been called yet, or the plan is fixed by use().")
         names = state.model.names
-        found = [
-            leaf for leaf in pytree.tree_leaves(aux, is_leaf=lambda n: isinstance(n, Aux)) if isinstance(leaf, Aux)
-        ]
+        leaves = pytree.tree_leaves(aux, is_leaf=lambda n: isinstance(n, Aux))
+        counts = [leaf.counts if isinstance(leaf, Aux) else leaf for leaf in leaves]
+        found = [one for one in counts if isinstance(one, Tensor)]
         if len(found) != len(names):
             raise ValueError(
                 f"update: {len(found)} Aux were given, but the layers are {', '.join(names)}: give one for each."
             )
-        load = {name: [float(c) for c in one.counts.tolist()] for name, one in zip(names, found, strict=True)}
+        load = {name: [float(c) for c in one.tolist()] for name, one in zip(names, found, strict=True)}
         now = time.perf_counter()
-        took = 0 if self._began is None else max(1, round(1e6 * (now - self._began)))
+        if self._began is None:
+            took = 0
+        else:
+            took = max(1, round(1e6 * (now - self._began if seconds is None else seconds)))
         slowest, new = agree([took, int(self._began is None)], "update")
         assert state.chosen is not None
         state = planner.observe(state, state.chosen, load, math.nan if new else slowest / 1e6)

@@ -25,7 +25,7 @@ from .program import OPERATIONS, Equation, Program, Size
 from .sharding.placement import placed_text
 
 _WIDTH = 100
-_MIB = 2**20
+_SHOWN = 16  # rows of an explanation
 
 
 def program_text(program: Program, bound: Callable[[Equation], str] | None = None) -> str:
@@ -182,13 +182,15 @@ def explanation_text(rows: Sequence[Any]) -> str:
 
     table = Table(box=None, pad_edge=False)
     for name in ("plan", "predicted ms", "measured ms", "memory", "why"):
-        table.add_column(name, justify="left" if name in ("plan", "why") else "right", no_wrap=name != "why")
-    for row in rows:
+        table.add_column(name, justify="left" if name in ("plan", "why") else "right", no_wrap=True)
+    for row in rows[:_SHOWN]:
         measured = "" if row.measured is None else f"{1e3 * row.measured:.4g}"
         table.add_row(row.plans, f"{1e3 * row.predicted:.4g}", measured, _amount(row.memory, "B", 1024), row.why)
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=240)
     console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+    lines = [line.rstrip() for line in console.file.getvalue().rstrip().split("\n")]  # type: ignore[attr-defined]
+    more = len(rows) - _SHOWN
+    return "\n".join(lines + [f"and {more} slower ones"] * (more > 0))
 
 
 def bound_text(planned: Any) -> str:

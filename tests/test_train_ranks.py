@@ -153,7 +153,8 @@ def two(text, alone, tmp_path_factory) -> tuple[Path, dict[str, list[Ended | Non
     shutil.copytree(alone / "other" / "checkpoint", other / "checkpoint")
     shutil.copy(alone / "long" / "checkpoint" / "run.json", other / "checkpoint")
     cases = {plan: Case(arguments(text, folder / plan, "--plan", plan)) for plan in PLANS}
-    cases["dense"] = Case(arguments(text, folder / "dense", *SHORT, "--compare-dense", "--show-program"))
+    both = ("--compare-dense", "--show-program", "--plan", "ep")
+    cases["dense"] = Case(arguments(text, folder / "dense", *SHORT, *both))
     cases["stopped"] = Case(arguments(text, folder / "stopped", "--plan", "dp"), send=(1, 12, signal.SIGINT))
     cases["other"] = Case(("--out", str(other), "--resume"))
     cases["refused"] = Case(arguments(text, folder / "refused", "--plan", "ep r=2"))
