@@ -1,4 +1,4 @@
-"""The command line: ``python -m fmoe show`` and ``python -m fmoe transforms``."""
+"""The command line: ``python -m fmoe`` with show, plan, sweep, calibrate or transforms."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__
+from .advice import add_plan, run_plan
 from .calibrate import add_calibrate, run_calibrate
 from .functional.config import MoEConfig
 from .functional.moe import moe
@@ -24,7 +25,9 @@ from .ops.differentiable import TORCH_CHECKED
 from .sharding.distribute import make_mesh
 from .sharding.spec import ShardingSpec
 from .stages import trace
-from .values import ExpertParams, MoEParams, RouterParams
+from .sweep import add_sweep, run_sweep
+from .values import MoEParams
+from .workload import without_data as _without_data
 
 if TYPE_CHECKING:
     from .transforms.table import Cell
@@ -36,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fmoe {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_show(commands)
+    add_plan(commands)
+    add_sweep(commands)
     add_calibrate(commands)
     table = commands.add_parser(
         "transforms",
@@ -49,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "show":
         return _show(arguments)
+    if arguments.command in ("plan", "sweep"):
+        return run_plan(arguments) if arguments.command == "plan" else run_sweep(arguments)
     if arguments.command == "calibrate":
         return run_calibrate(arguments)
     return _transforms(table, arguments.backend, arguments.rows, arguments.subjects)
@@ -97,19 +104,10 @@ def _show(given: argparse.Namespace) -> int:
 
         traced = trace(layer)(params, x)
         print(traced.as_text() if given.logical else traced.plan(spec).as_text())
-    except ValueError as error:
-        print(f"python -m fmoe show: {error}", file=sys.stderr)
+    except (ValueError, RuntimeError, OverflowError) as error:
+        print(f"python -m fmoe show: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0
-
-
-def _without_data(config: MoEConfig, tokens: int, dtype: torch.dtype) -> tuple[MoEParams, torch.Tensor]:
-    """Parameters and tokens that have shapes alone."""
-    experts, dim, hidden = config.num_experts, config.model_dim, config.hidden_dim
-    halves = (2,) if ACTIVATIONS[config.activation].gated else ()
-    shapes = (dim, experts), (experts, dim, *halves, hidden), (experts, hidden, dim), (tokens, dim)
-    router, w_in, w_out, x = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    return MoEParams(RouterParams(router), ExpertParams(w_in, w_out)), x
 
 
 def _transforms(

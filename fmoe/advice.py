@@ -93,7 +93,7 @@ def run_plan(given: argparse.Namespace) -> int:
         prices = workload.prices(profile)
         if limit is not None and min(found.memory for found in prices.values()) > limit:
             raise PlanError(workload.why_none_fits(prices, limit, profile))
-    except ValueError as error:
+    except (ValueError, RuntimeError, OverflowError) as error:
         print("python -m fmoe plan: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     chosen = best(prices, limit)
@@ -109,12 +109,11 @@ def advice(
     """Lines that say what to run, what it takes, and why the others lose."""
     w, found = workload, prices[chosen]
     mesh = w.mesh
-    rows = f"padded to capacity {w.capacity:g}" if w.capacity is not None else "ragged, nothing dropped"
-    load = "" if w.capacity is not None else f", the fullest expert at {w.imbalance:g} times the mean"
+    rows = f"capacity factor {w.capacity:g}" if w.capacity is not None else "nothing dropped"
     yield (
         f"E={w.experts} K={w.top_k} M={w.model_dim} H={w.hidden_dim} {w.activation} {w.dtype}, T={w.tokens} on each of "
         f"{mesh.world} ranks on {mesh.nodes} {'node' if mesh.nodes == 1 else 'nodes'} of {mesh.node} "
-        f"({profile.name}); rows {rows}{load}."
+        f"({profile.name}); {rows}, the fullest expert at {w.imbalance:g} times the mean load."
     )
     yield ""
     yield f"Run {chosen}"
@@ -137,18 +136,17 @@ def advice(
 def _reasons(prices: Mapping[Plan, Price], chosen: Plan, limit: float | None) -> Iterator[str]:
     """For each thing a plan chooses, the best plan that chooses otherwise, and where its time goes."""
     fits = {plan: found for plan, found in prices.items() if limit is None or found.memory <= limit}
-    told = False
-    for name in ("parallelism", "r", "mp", "pipeline", "a2a"):
-        if name not in ("parallelism", "pipeline") and chosen.parallelism == "dp":
-            continue
+    told = set()
+    for name in ("parallelism", "r", "mp", "pipeline", "a2a", "layout"):
         mine = getattr(chosen, name)
         other = {p: f for p, f in fits.items() if getattr(p, name) != mine}
         if name != "parallelism":
             other = {p: f for p, f in other.items() if p.parallelism == chosen.parallelism}
-        if not other:
+        if name == "mp":
+            other = {p: f for p, f in other.items() if p.r > 1 and chosen.r > 1}
+        if not other or (plan := best(other, None)) in told:
             continue
-        told = True
-        plan = best(other, None)
+        told.add(plan)
         what = plan.parallelism if name == "parallelism" else f"{name}={getattr(plan, name)}"
         yield f"  {what}: {_difference(fits[chosen], fits[plan])} ({plan})"
     out = [plan for plan in prices if plan not in fits]
@@ -162,7 +160,7 @@ def _reasons(prices: Mapping[Plan, Price], chosen: Plan, limit: float | None) ->
 def _difference(mine: Price, other: Price) -> str:
     """How much longer another plan takes, and in which parts."""
     more = other.seconds / mine.seconds - 1
-    head = "as fast" if abs(more) < 5e-4 else f"{100 * more:.3g} % longer"
+    head = "as fast" if abs(more) < 5e-4 else _longer(more, "longer", "times as long")
     parts = []
     for channel, name in CHANNELS.items():
         change = other.busy.get(channel, 0.0) - mine.busy.get(channel, 0.0)
@@ -187,8 +185,8 @@ def _print_table(prices: Mapping[Plan, Price], chosen: Plan, limit: float | None
         table.add_column(name, justify="left" if name in ("plan", "why") else "right", no_wrap=name != "why")
     for plan in shown:
         found = prices[plan]
-        more = 100 * (found.seconds / prices[chosen].seconds - 1)
-        why = "runs" if plan == chosen else f"{more:.3g} % slower"
+        more = found.seconds / prices[chosen].seconds - 1
+        why = "runs" if plan == chosen else _longer(more, "slower", "times as slow")
         if limit is not None and found.memory > limit:
             why = f"takes {found.memory:.3g} of {limit:.3g} bytes"
         channels = [_ms(found.busy.get(channel, 0.0)) for channel in CHANNELS]
@@ -202,6 +200,10 @@ def _print_table(prices: Mapping[Plan, Price], chosen: Plan, limit: float | None
     console.print(table)
     if len(shown) < len(order):
         console.print(f"and {len(order) - len(shown)} more (--rows 0 for all)", highlight=False)
+
+
+def _longer(more: float, little: str, much: str) -> str:
+    return f"{100 * more:.3g} % {little}" if more < 1 else f"{1 + more:.3g} {much}"
 
 
 def _ms(seconds: float) -> str:

@@ -51,6 +51,11 @@ class Recent(OrderedDict[Any, V]):
                 self.popitem(last=False)
         return self[key]
 
+    def replace(self, key: Any, entry: V) -> None:
+        """Puts an entry in the place of what the key had."""
+        self.pop(key, None)
+        self.find(key, lambda: entry)
+
 
 class Auto:
     """A function that runs under a spec's plan: see `auto`."""
@@ -59,7 +64,7 @@ class Auto:
         self.fn, self.spec, self.profile = fn, spec, profile
         self._traced: Recent[Traced] = Recent()
         self._compiled: Recent[Compiled] = Recent()
-        self._agreed: set[Any] = set()
+        self._agreed: dict[int, list[int]] = {}
         self._called: Recent[Compiled] = Recent()
         self._state: planner.State | None = None
         self._began: float | None = None  # of the step that runs; None where it is not one to learn from
@@ -74,6 +79,7 @@ class Auto:
         """
         self.spec = self.spec.replace(plan=plan)
         self._began = None
+        self._called.clear()
 
     def planned(self, *args: Any, **kwargs: Any) -> Planned:
         """The program that a call with these arguments runs; every rank must ask."""
@@ -131,12 +137,12 @@ class Auto:
             return self._made_before(call).run_plain(call)
         signature = Signature.of(call)
         compiled = self._for(signature, call)
-        self._called.find((self.spec, _types_given(call)), lambda: compiled)
+        self._called.replace(_given(call), compiled)
         return compiled.run(call, signature.marks)
 
     def _made_before(self, call: Call) -> Compiled:
         """Under torch.compile: the program of an earlier call with these types, as nothing can be planned there."""
-        compiled = self._called.get((self.spec, _types_given(call)))
+        compiled = self._called.get(_given(call))
         if compiled is not None:
             return compiled
         raise ValueError("no program is planned for these types yet: call the function once before it is compiled.")
@@ -164,24 +170,35 @@ class Auto:
     def _widths(self, traced: Traced, spec: ShardingSpec) -> dict[str, int]:
         """The slots of every layer, agreed between the ranks, which also find out if they differ."""
         padded = [plan_of(layer, spec).layout == "padded" for layer in traced.layers]
-        needed = [slots_of(layer, spec) if use else 0 for layer, use in zip(traced.layers, padded, strict=True)]
+        slots = [slots_of(layer, spec) for layer in traced.layers]
+        needed = [n if use else 0 for n, use in zip(slots, padded, strict=True)]
         names = [layer.name for layer in traced.layers]
         if spec.mesh.world == 1:
             return dict(zip(names, needed, strict=True))
         check_world(spec.mesh)
         mark = fingerprint(traced, spec)
         if spec.max_tokens is None or mark not in self._agreed:
-            unused = [0] * (-(len(needed) + 2) % _AGREED_AT_ONCE)  # one length, also where the functions differ
-            high, low, *found = agree([mark, -mark, *needed, *unused], _layers_text(traced))
-            needed = found[: len(needed)]
-            if high != -low:
-                raise SpecError(
-                    f"{_layers_text(traced)}: the ranks disagree. Rank {this_rank()} calls it with "
-                    f"{', '.join(str(t) for t in traced.in_types)} under {_plans_text(traced, spec)}, another rank "
-                    "with other dtypes, dims, plan or function; only the number of tokens may differ."
-                )
-            self._agreed.add(mark)
-        return dict(zip(names, needed, strict=True))
+            self._agreed[mark] = self._agree(traced, spec, mark, needed)
+        agreed = self._agreed[mark]
+        if any(mine > theirs for mine, theirs in zip(needed, agreed, strict=True)):
+            raise SpecError(
+                f"{_layers_text(traced)}: groups= need {needed} slots per expert, but with max_tokens the ranks agreed "
+                f"on {agreed} at the first call: give the same kind of groups= at every call."
+            )
+        return dict(zip(names, agreed, strict=True))
+
+    def _agree(self, traced: Traced, spec: ShardingSpec, mark: int, needed: list[int]) -> list[int]:
+        """The most slots that any rank needs; first of all whether the ranks run the same program."""
+        where, first = _layers_text(traced), _AGREED_AT_ONCE - 2
+        head = [*needed[:first], *[0] * (first - len(needed))]  # one length, also where the functions differ
+        high, low, *found = agree([mark, -mark, *head], where)
+        if high != -low:
+            raise SpecError(
+                f"{where}: the ranks disagree. Rank {this_rank()} calls it with "
+                f"{', '.join(str(t) for t in traced.in_types)} under {_plans_text(traced, spec)}, another rank "
+                "with other dtypes, dims, plan or function; only the number of tokens may differ."
+            )
+        return [*found[: len(needed)], *agree(needed[first:], where)]
 
 
 def _layers_text(traced: Traced) -> str:
@@ -189,9 +206,13 @@ def _layers_text(traced: Traced) -> str:
     return f"{traced.program.name} ({layers})" if layers else traced.program.name
 
 
-def _types_given(call: Call) -> tuple[Any, ...]:
-    """Shapes and dtypes of the tensors as they are given, which torch.compile can follow."""
-    return tuple((tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
+def _given(call: Call) -> tuple[Any, ...]:
+    """What tells a call from another, in a way that torch.compile can follow."""
+    leaves = tuple(
+        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else (type(leaf).__name__, leaf)
+        for leaf in pytree.tree_leaves(call)
+    )
+    return len(call[0]), tuple(call[1]), leaves
 
 
 def _plans_text(traced: Traced, spec: ShardingSpec) -> str:
@@ -202,7 +223,10 @@ def fingerprint(traced: Traced, spec: ShardingSpec) -> int:
     """A number that is equal on ranks that run the same program, whatever their tokens."""
     parts = [_plans_text(traced, spec), str(spec.mesh), str(spec.max_tokens)]
     for eq in traced.program.equations:
-        parts.append(eq.op)
+        names = (var.name for var in eq.outputs)
+        parts.append(f"{' '.join(names)} = {eq.op} {' '.join(eq.operands)}")
+        parts += [f"{name}={value!r}" for name, value in eq.params if name in ("router", "given", "activation")]
+    parts += traced.program.outputs
     for layer in traced.layers:
         rows = layer.dispatch.outputs[0].type
         parts += [str(rows.dtype), str(rows.dims[-1]), str(layer.num_experts), str(layer.k)]

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ from .functional.config import MoEConfig
 from .functional.moe import moe
 from .functional.routers import TopK
 from .ops.processes import Processes, agree, is_up, this_rank
-from .ops.runtime import run
+from .ops.runtime import Column, Splits, run
 from .program import Equation, Program, Var
 from .sharding.cost import price
 from .sharding.distribute import make_mesh
+from .sharding.fit import fit, received, rising
 from .sharding.mesh import Mesh
 from .sharding.presets import default_profile
 from .sharding.profile import COLLECTIVES, LEVELS, Profile, Segment
@@ -48,6 +50,7 @@ from .values import ExpertParams, MoEParams, RouterParams
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _EXPERTS = 2
+_WIDTH = 256  # M of the layer whose rows are moved
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Effort:
     Attributes:
         dims: M = H of experts of as many rows, ascending.
         sizes: bytes of a collective's whole tensor, ascending.
-        copied: bytes of the tensor by whose copies memory is measured.
+        moved: bytes of the largest x by whose dispatch memory is measured.
         budget: seconds for the repetitions of one measurement, after the first.
         longest: seconds; what takes longer is the last of its sizes.
         repeats: repetitions of a measurement, at least and at most.
@@ -65,7 +68,7 @@ class Effort:
 
     dims: tuple[int, ...]
     sizes: tuple[int, ...]
-    copied: int
+    moved: int
     budget: float
     longest: float
     repeats: tuple[int, int] = (3, 21)
@@ -75,107 +78,22 @@ class Effort:
         """For a type of device."""
         large = device != "cpu"
         dims = (256, 512, 1024, 2048, 4096, 8192) if large else (32, 64, 128, 256, 512, 1024)
-        sizes = tuple(4**n for n in range(6, 15 if large else 13))
+        sizes = tuple(2**n for n in range(12, 29 if large else 25))
         if quick:
-            return cls(dims[:-1] if large else dims[1:5], sizes[:-1], 2**28 if large else 2**24, 0.02, 0.05, (3, 7))
-        return cls(dims, sizes, 2**30 if large else 2**26, 0.15, 0.4)
+            return cls(dims[:-1] if large else dims[1:5], sizes[:-2:2], 2**28 if large else 2**22, 0.05, 0.1, (5, 9))
+        return cls(dims, sizes, 2**28 if large else 2**25, 0.15, 0.4)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Segments fitted to (bytes, seconds), and how well they fit.
+class _Alone(Processes):
+    """Exchanges nothing: what would be received is what would be sent."""
 
-    Attributes:
-        segments: ascending in size.
-        r2: share of the variance that they explain, points weighted by 1/seconds as in the fit.
-        errors: predicted over measured, minus 1, of each point.
-    """
+    def all_to_all(self, axis: str, column: Column, sends: Splits = None, receives: Splits = None) -> Column:
+        """See `Processes`."""
+        return column
 
-    segments: tuple[Segment, ...]
-    r2: float
-    errors: tuple[float, ...]
-
-    def as_text(self) -> str:
-        """How well it fits."""
-        sizes = [abs(e) for e in self.errors]
-        return f"r2 {self.r2:.4f}, residuals median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}"
-
-
-def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """Fits ``alpha + bytes / bandwidth`` by least squares of relative errors, in one or two segments.
-
-    Two are taken where they explain the points better than chance (Bayes' information criterion) and time
-    does not fall from one to the other.
-
-    Args:
-        points: (bytes, seconds), ascending in bytes, at least two.
-
-    Returns:
-        The fit.
-
-    Raises:
-        ValueError: if there are fewer points.
-
-    Example:
-        >>> found = fit([(1e3, 1.1e-4), (1e4, 2e-4), (1e5, 1.1e-3)])
-        >>> [(round(s.alpha, 9), round(s.bandwidth)) for s in found.segments]
-        [(0.0001, 100000000)]
-    """
-    if len(points) < 2:
-        raise ValueError(f"fit: {len(points)} points were given, but a line needs at least 2.")
-    best, lowest = (replace(_line(points), most=math.inf),), math.inf
-    for first in (None, *range(3, len(points) - 2)):
-        found = best if first is None else _two(points, first)
-        if found is None:
-            continue
-        count, numbers = len(points), 2 if first is None else 5
-        rest = sum(e**2 for e in _errors(found, points)) / count
-        criterion = count * math.log(max(rest, 1e-8)) + numbers * math.log(count)
-        if criterion < lowest:
-            best, lowest = found, criterion
-    errors = _errors(best, points)
-    weights = [1 / t**2 for _, t in points]
-    mean = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / sum(weights)
-    spread = sum(w * (t - mean) ** 2 for w, (_, t) in zip(weights, points, strict=True))
-    r2 = 1 - sum(e**2 for e in errors) / spread if spread > 0 else 1.0
-    return Fit(best, r2, errors)
-
-
-def _line(points: Sequence[tuple[float, float]]) -> Segment:
-    """One segment: alpha and the slope are at least 0."""
-    a, b, c = (sum(s**n / t**2 for s, t in points) for n in range(3))
-    d, e = (sum(s**n / t for s, t in points) for n in range(2))
-    determinant = a * c - b * b
-    alpha, slope = ((d * c - e * b) / determinant, (a * e - b * d) / determinant) if determinant > 0 else (d / a, 0.0)
-    if alpha < 0:
-        alpha, slope = 0.0, e / c
-    if slope <= 1e-14:
-        alpha, slope = d / a, 1e-14
-    return Segment(0.0, alpha, 1 / slope)
-
-
-def _two(points: Sequence[tuple[float, float]], first: int) -> tuple[Segment, ...] | None:
-    """Segments before and after a point; None where time would fall between them."""
-    low, high = _line(points[:first]), _line(points[first:])
-    begin, end = points[first - 1][0], points[first][0]
-    most = math.sqrt(begin * end)
-    bend = 1 / high.bandwidth - 1 / low.bandwidth
-    if bend and begin <= (low.alpha - high.alpha) / bend <= end:
-        most = (low.alpha - high.alpha) / bend
-    elif high.alpha + most / high.bandwidth < low.alpha + most / low.bandwidth:
-        return None
-    return replace(low, most=most), replace(high, most=math.inf)
-
-
-def _errors(segments: Sequence[Segment], points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    def seconds(size: float) -> float:
-        segment = next(s for s in segments if size <= s.most)
-        return segment.alpha + size / segment.bandwidth
-
-    return tuple(seconds(size) / taken - 1 for size, taken in points)
-
-
-# --- measurements ------------------------------------------------------------------------------------------------
+    def all_reduce(self, axis: str, column: Column) -> Column:
+        """See `Processes`."""
+        return column
 
 
 @dataclass(frozen=True)
@@ -223,24 +141,31 @@ class _Bench:
         free = replace(_nothing(), launch=1.0)
         counted = round(price(planned.program, planned.axes, free).forward)
         values = self._values(planned.program)
-        taken = self.seconds(lambda: run([planned.program], values, Processes(), [0], planned.axes), inner=True)
+        taken = self.seconds(lambda: run([planned.program], values, _Alone(), [0], planned.axes), inner=True)
         self.sources["launch"] = f"measured: a layer of 8 tokens in {1e6 * taken:.0f} us, for {counted} launches"
         return min(1.0, taken / counted)
 
-    def memory(self) -> float:
-        """Bytes per second, read and written."""
-        x = torch.ones(self.effort.copied // 4, device=self.device)
-        taken = self.seconds(x.clone)
-        self.sources["memory_bandwidth"] = f"measured: a copy of {_bytes_text(self.effort.copied)}"
-        return 2 * self.effort.copied / taken
+    def memory(self, launch: float) -> float:
+        """Bytes per second, read and written, of the equations that move rows: the median of several sizes."""
+        speeds = []
+        for size in (self.effort.moved // n for n in (64, 16, 4, 1)):
+            planned = self._layer(size // (4 * _EXPERTS * _WIDTH), _WIDTH, torch.float32)
+            found = list(self._equations(planned, ("encode", "decode")))
+            taken = sum(seconds for _, seconds in found)
+            speeds.append(sum(moved for moved, _ in found) / max(taken - 2 * launch, taken / 10))
+        self.sources["memory_bandwidth"] = (
+            f"measured: encode and decode of {_bytes_text(self.effort.moved // 64)} to "
+            f"{_bytes_text(self.effort.moved)}, {min(speeds) / 1e9:.3g} to {max(speeds) / 1e9:.3g} GB/s"
+        )
+        return statistics.median(speeds)
 
     def experts(self, launch: float) -> tuple[dict[str, float], tuple[tuple[float, float], ...]]:
         """The peak of each dtype, and the efficiency of the main one."""
         main = "f32" if self.device == "cpu" else "bf16"
         speeds = {name: dict(self._speeds(dtype, launch)) for name, dtype in _DTYPES.items()}
         peak = {name: max(found.values()) for name, found in speeds.items()}
-        curve = tuple((size, round(speed / peak[main], 6)) for size, speed in speeds[main].items())
-        self.sources["efficiency"] = f"measured: expert_ffn in {main}, {len(curve)} sizes"
+        curve = rising([(size, round(speed / peak[main], 6)) for size, speed in speeds[main].items()])
+        self.sources["efficiency"] = f"measured: expert_ffn in {main}, {len(curve)} sizes, made to rise with size"
         for name, found in speeds.items():
             known = dict(curve)
             errors = [abs(speed / (peak[name] * known[size]) - 1) for size, speed in found.items() if size in known]
@@ -251,23 +176,37 @@ class _Bench:
         return peak, curve
 
     def _speeds(self, dtype: torch.dtype, launch: float) -> Iterator[tuple[float, float]]:
+        spent = 0.0  # more work takes no less time
         for dim in self.effort.dims:
-            program = _alone(self._layer(dim, dim, dtype), "expert_ffn")
-            values, axes = self._values(program), {"": Axes(1, 1, 1, 1), "moe.0": Axes(1, 1, 1, 1)}
-            call = lambda: run([program], values, Processes(), [0], axes)  # noqa: B023, E731
-            taken = self.seconds(call, inner=True)
-            yield 2.0 * dim**3, 2 * _EXPERTS * 2.0 * dim**3 / max(taken - launch, taken / 10)
+            planned = self._layer(dim, dim, dtype)
+            ((_, taken),) = self._equations(planned, ("expert_ffn",))
+            spent = max(spent, taken - launch, taken / 10)
+            yield 2.0 * dim**3, 2 * _EXPERTS * 2.0 * dim**3 / spent
             if taken > self.effort.longest / 4:
                 return
 
     def _layer(self, rows: int, dim: int, dtype: torch.dtype) -> Planned:
-        """A layer on one device, of two experts of `rows` rows each."""
-        config = MoEConfig(_EXPERTS, dim, dim, router=TopK(1), capacity=1.0, activation="relu")
-        shapes = (dim, _EXPERTS), (_EXPERTS, dim, dim), (_EXPERTS, dim, dim), (_EXPERTS * rows, dim)
+        """A layer of which each of two ranks has `_EXPERTS` experts, of `rows` rows each."""
+        experts, tokens = 2 * _EXPERTS, _EXPERTS * rows
+        config = MoEConfig(experts, dim, dim, router=TopK(1), capacity=1.0, activation="relu")
+        shapes = (dim, experts), (experts, dim, dim), (experts, dim, dim), (tokens, dim)
         router, w_in, w_out, x = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
         params = MoEParams(RouterParams(router), ExpertParams(w_in, w_out))
-        spec = ShardingSpec(make_mesh(_EXPERTS, world=1), plan="ep layout=padded", max_tokens=_EXPERTS * rows)
+        spec = ShardingSpec(make_mesh(experts, world=2), plan="ep layout=padded", max_tokens=tokens)
         return trace(lambda params, x: moe(params, x, config))(params, x).plan(spec)
+
+    def _equations(self, planned: Planned, ops: Sequence[str]) -> Iterator[tuple[float, float]]:
+        """(bytes of operands and results, seconds) of those equations of a layer whose op is given."""
+        types = planned.program.types()
+        values = dict(zip((var.name for var in planned.program.inputs), self._values(planned.program), strict=True))
+        for eq in planned.program.equations:
+            inputs, outputs = ([Var(name, types[name]) for name in names] for names in (eq.operands, _names(eq)))
+            program = Program(eq.op, tuple(inputs), (eq,), _names(eq))
+            call = partial(run, [program], [values[name] for name in eq.operands], _Alone(), [0], planned.axes)
+            values.update(zip(_names(eq), call(), strict=True))
+            if eq.op in ops:
+                moved = sum(var.type.bytes for var in (*inputs, *outputs) if var.type.kind == "tensor")
+                yield float(moved), self.seconds(call, inner=True)
 
     def _values(self, program: Program) -> list[list[Tensor]]:
         makers = [(var.type.dtype, [int(d) for d in var.type.dims]) for var in program.inputs]
@@ -317,35 +256,8 @@ class _Bench:
                 return
 
 
-def received(name: str, whole: float, ranks: int, nodes: int) -> float:
-    """Bytes that a price hands to `Profile.collective`, for a tensor of `whole` bytes over ranks on nodes.
-
-    Args:
-        name: of the collective.
-        whole: bytes of the tensor before a reduce_scatter or after an all_gather.
-        ranks: that exchange.
-        nodes: on which they stand.
-
-    Returns:
-        Bytes that a rank receives at the slowest level.
-
-    Example:
-        >>> received("all_to_all", 1600.0, 16, 2), received("all_gather", 1600.0, 16, 2)
-        (800.0, 100.0)
-    """
-    local = ranks // nodes
-    times = 2 if name == "all_reduce" else 1
-    if nodes == 1:
-        return times * whole * (ranks - 1) / ranks
-    return whole * (ranks - local) / ranks if name == "all_to_all" else times * whole * (nodes - 1) / nodes / local
-
-
-def _alone(planned: Planned, op: str) -> Program:
-    """The program of one equation."""
-    eq: Equation = next(eq for eq in planned.program.equations if eq.op == op)
-    types = planned.program.types()
-    inputs = tuple(Var(name, types[name]) for name in eq.operands)
-    return Program(op, inputs, (eq,), tuple(var.name for var in eq.outputs))
+def _names(eq: Equation) -> tuple[str, ...]:
+    return tuple(var.name for var in eq.outputs)
 
 
 def _nothing() -> Profile:
@@ -378,7 +290,7 @@ def calibrate(
         SpecError: if node does not divide the number of ranks.
 
     Example:
-        >>> small = Effort(dims=(8, 16), sizes=(64, 256), copied=2**16, budget=0.0, longest=1.0)
+        >>> small = Effort(dims=(8, 16), sizes=(64, 256), moved=2**18, budget=0.0, longest=1.0)
         >>> profile = calibrate(device="cpu", effort=small)
         >>> profile.name, profile.sources["links.inside"]
         ('calibrated', 'preset cpu_gloo: one process has no links')
@@ -391,7 +303,7 @@ def calibrate(
     with torch.no_grad():
         launch = bench.launch()
         peak, curve = bench.experts(launch)
-        bandwidth = bench.memory()
+        bandwidth = bench.memory(launch)
         links = bench.links()
     bench.sources["shared"] = f"preset {preset.name}: not measured"
     bench.sources["congestion"] = f"none: measured on {mesh.nodes} node{'s' if mesh.nodes > 1 else ''} alone"
@@ -418,7 +330,10 @@ def add_calibrate(commands: Any) -> None:
     )
     command.add_argument("--out", default="profile.json", metavar="FILE", help="(default profile.json)")
     command.add_argument("--quick", action="store_true", help="fewer and smaller sizes, fewer times")
-    command.add_argument("--node", type=int, metavar="N", help="ranks per node; LOCAL_WORLD_SIZE by default")
+    names = "--ranks-per-node", "--node"  # torchrun takes the short one for its own
+    command.add_argument(
+        *names, dest="node", type=int, metavar="N", help="LOCAL_WORLD_SIZE, which torchrun sets, by default"
+    )
     command.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one, by default")
 
 

@@ -224,6 +224,9 @@ class Program:
                 if var.name in known:
                     raise ProgramError(f"{self.name}: {var.name} is assigned twice.")
                 known[var.name] = var.type
+        for name in self.outputs:
+            if name in known and (known[name].partial or known[name].kind != "tensor"):
+                raise ProgramError(f"{self.name}: the output {name}:{known[name]} is not a whole tensor.")
         missing = [name for name in self.outputs if name not in known]
         if missing:
             raise ProgramError(f"{self.name}: the outputs {', '.join(missing)} are never assigned.")
@@ -253,6 +256,9 @@ def _check(program: Program, equation: Equation, known: Mapping[str, Type]) -> N
         raise ProgramError(f"{where}: {', '.join(missing)} is used before it is assigned.")
     operands = [known[name] for name in equation.operands]
     if equation.op.startswith("torch."):
+        odd = [f"{n}:{known[n]}" for n in equation.operands if known[n].partial or known[n].kind != "tensor"]
+        if odd:
+            raise ProgramError(f"{where}: {', '.join(odd)} is not a whole tensor.")
         return
     if equation.op not in OPERATIONS:
         raise ProgramError(f"{where}: there is no operation of that name.")

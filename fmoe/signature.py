@@ -15,6 +15,19 @@ from .trace import Call, type_of
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A leaf that is not a tensor; 1, 1.0 and True are three."""
+
+    kind: type
+    value: Any
+
+
+def paths_of(call: Call) -> tuple[str, ...]:
+    """The way to each leaf of a call's arguments: what tells apart trees that hold the same types."""
+    return tuple(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(call)[0])
+
+
+@dataclass(frozen=True)
 class Signature:
     """What a call's arguments are, apart from their data: what programs are kept by."""
 
@@ -39,28 +52,28 @@ class Signature:
             elif getattr(leaf, "__hash__", None) is None:
                 raise TypeError(f"an argument holds a {type(leaf).__name__}: give tensors, numbers, strings or None.")
             else:
-                described.append(leaf)
+                described.append(Constant(type(leaf), leaf))
         on = device != "meta" and torch.is_autocast_enabled(device)
         return cls(treespec, tuple(described), torch.get_autocast_dtype(device) if on else None)
 
     @property
     def types(self) -> list[Type]:
         """Whole types of the tensors."""
-        return [leaf[0] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
+        return [leaf[0] for leaf in self.leaves if isinstance(leaf, tuple)]
 
     def shown(self) -> list[str]:
         """Each leaf as text: a whole type and its device, or the leaf itself."""
         return [
             f"{leaf[0]}" + (f" on {leaf[2]}" if leaf[2] != "cpu" else "")
-            if isinstance(leaf, tuple) and isinstance(leaf[0], Type)
-            else repr(leaf)
+            if isinstance(leaf, tuple)
+            else repr(leaf.value)
             for leaf in self.leaves
         ]
 
     @property
     def marks(self) -> list[Mark]:
         """What the tensors are."""
-        return [leaf[1] for leaf in self.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)]
+        return [leaf[1] for leaf in self.leaves if isinstance(leaf, tuple)]
 
 
 def difference_of(name: str, expected: Signature, found: Signature) -> str:

@@ -10,6 +10,7 @@ Each prints (`as_text`), is priced (`cost`) and knows the types it takes and ret
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ from .sharding.plan import Plan
 from .sharding.presets import default_profile
 from .sharding.profile import Profile
 from .sharding.spec import ShardingSpec
-from .signature import Signature, difference_of
+from .signature import Signature, difference_of, paths_of
 from .text import bound_text, plan_text, program_text
 from .trace import Call, Captured, Output, capture
 
@@ -57,6 +58,7 @@ class Traced:
     captured: Captured
     program: Program
     layers: tuple[Layer, ...]
+    paths: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """The logical program."""
@@ -96,7 +98,8 @@ class Traced:
         if widths is None:
             widths = {layer.name: slots_of(layer, spec) for layer in self.layers}
         program, axes = lower(self.program, self.layers, self.captured.roles, spec.mesh, plans, widths)
-        return Planned(self, spec, plans, dict(widths), program, axes, spec.max_tokens)
+        alike = len({layer.tokens for layer in self.layers}) < 2
+        return Planned(self, spec, plans, dict(widths), program, axes, spec.max_tokens if alike else None)
 
 
 def planned_spec(traced: Traced, spec: ShardingSpec, profile: Profile | None = None) -> ShardingSpec:
@@ -109,7 +112,7 @@ def planned_spec(traced: Traced, spec: ShardingSpec, profile: Profile | None = N
 def planner_of(traced: Traced, spec: ShardingSpec, profile: Profile | None, tokens: int | None = None) -> planner.State:
     """A planner for a function, on the machine of its arguments by default."""
     if profile is None:
-        devices = {leaf[2] for leaf in traced.signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], Type)}
+        devices = {leaf[2] for leaf in traced.signature.leaves if isinstance(leaf, tuple)}
         profile = default_profile(devices)
     if tokens is None:
         tokens = spec.max_tokens or max((layer.tokens for layer in traced.layers), default=0)
@@ -214,6 +217,11 @@ class Compiled:
             ValueError: if the arguments are not those it was planned for.
         """
         signature = Signature.of((args, kwargs))
+        if paths_of((args, kwargs)) != self.planned.traced.paths:
+            raise ValueError(
+                f"{self.planned.program.name}: the arguments are another tree than those it was planned for, or in "
+                "another order; plan it again for these."
+            )
         difference = difference_of(self.planned.program.name, self.planned.traced.signature, signature)
         if difference:
             raise ValueError(difference)
@@ -275,7 +283,7 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
         roles = [mark.role for mark in signature.marks]
         captured = capture(fn, (args, kwargs), signature.types, roles)
         program, layers = name_layers(captured.program)
-        return Traced(fn, signature, captured, program, tuple(layers))
+        return Traced(fn, signature, captured, program, tuple(layers), paths_of((args, kwargs)))
 
     return traced
 
@@ -309,6 +317,8 @@ def simulate(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Any]:
     mesh = planned.spec.mesh
     if len(xs) != mesh.world:
         raise ValueError(f"simulate: {len(xs)} xs were given, but the mesh has {mesh.world} ranks: give one for each.")
+    if any(mark.sharded is not None for mark in marks_of((params, list(xs)))):
+        raise ValueError("simulate: params are one rank's part, as fmoe.local makes: give the whole ones.")
     every = _planned_alike(planned, params, xs)
     columns: list[Column] = []
     marks = marks_of((params,))
@@ -317,7 +327,7 @@ def simulate(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Any]:
             columns.append([local_part(leaf, mark.role, mesh, rank) for rank in range(mesh.world)])
     of_ranks = [[leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)] for x in xs]
     columns += [list(column) for column in zip(*of_ranks, strict=True)]
-    columns += [[constant] * mesh.world for constant in planned.traced.captured.constants]
+    columns += [list(column) for column in zip(*(p.traced.captured.constants for p in every), strict=True)]
     outputs = run([p.program for p in every], columns, Simulated(), list(range(mesh.world)), planned.axes)
     return [_assemble(p.traced.captured, [column[rank] for column in outputs]) for rank, p in enumerate(every)]
 
@@ -338,4 +348,23 @@ def _planned_alike(planned: Planned, params: Any, xs: Sequence[Any]) -> list[Pla
         for name, column in zip(names, zip(*needed, strict=True), strict=True)
     }
     again = {signature: t.plan(planned.spec, widths=widths) for signature, t in traced.items()}
+    for other in again.values():
+        _check_wired_alike(planned, other)
     return [again[signature] for signature in signatures]
+
+
+def _check_wired_alike(a: Planned, b: Planned) -> None:
+    """Refuses programs that differ in more than the number of tokens: ranks would not run the same."""
+
+    def wiring(p: Planned) -> list[str]:
+        lines = [
+            f"{' '.join(v.name for v in eq.outputs)} = {eq.op} {' '.join(eq.operands)}" for eq in p.program.equations
+        ]
+        return [*lines, f"outputs {' '.join(p.program.outputs)}"]
+
+    for one, two in itertools.zip_longest(wiring(a), wiring(b), fillvalue="nothing"):
+        if one != two:
+            raise ValueError(
+                f"simulate: the function is another program for another number of tokens: where one has {one!r}, the "
+                f"other has {two!r}."
+            )

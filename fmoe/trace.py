@@ -14,40 +14,23 @@ fx's symbolic trace does instead is drop `no_grad` and autocast and freeze rando
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ._errors import TraceError
+from ._trace_rules import check_call, user_line
 from ._typing import type_text
-from .ops.differentiable import is_transformed, under_saved_tensor_hooks, without_transforms
+from .ops.differentiable import is_transformed, watched_functions, without_transforms
 from .program import Equation, Program, Size, Type, Var, infer
-
-_RANDOM = {
-    "alpha_dropout", "bernoulli", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
-    "gumbel_softmax", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
-    "randn_like", "randperm", "rrelu",
-}  # fmt: skip
-_NUMBERS = {
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__len__",
-    "item",
-    "tolist",
-    "nonzero",
-    "numpy",
-    "__iter__",
-}
 
 
 @dataclass(frozen=True)
@@ -136,16 +119,34 @@ class Recorder(TorchFunctionMode):
         if self._depth:
             return func(*args, **kwargs)
         name = _name(func)
+        if name == "__iter__":
+            return iter(self.__torch_function__(torch.unbind, types, args))
+        return self._call(name, func, func, args, kwargs)
+
+    def _watch(self, apply: Any, cls: Any, args: Any) -> Any:
+        """A call of the user's own autograd function: one equation, which keeps its backward."""
+        if self._depth:
+            return apply(*args)
+        return self._call(cls.__name__, apply, functools.partial(_apply_again, cls), args, {})
+
+    def _call(self, name: str, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call by `run`, and records it as `func` if it makes a tensor."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name != "__get__":
-            self._refuse(name, tensors, kwargs)
+        check_call(name, tensors, args, kwargs)
+        before = [leaf._version for leaf in tensors]
         with self.paused():
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
+            if name == "contiguous":  # handed back by a contiguous fake, and a copy of a strided tensor
+                out = out.view(out.shape)
+        if before != [leaf._version for leaf in tensors]:
+            raise TraceError(f"{user_line()}: {name} changes a tensor in place. Use its out-of-place form.")
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         if name.startswith("_set_grad") or not made or all(id(leaf) in self._names for leaf in made):
             return out  # a shape, a dtype, or a tensor handed back
         if any(id(leaf) in self._inside for leaf in tensors):
-            raise TraceError(f"{_line()}: {name} touches the inside of Tokens, which depends on the plan. {_OPAQUE}")
+            raise TraceError(
+                f"{user_line()}: {name} touches the inside of Tokens, which depends on the plan. {_OPAQUE}"
+            )
         operands: list[str] = []
 
         def hole(leaf: Any) -> Any:
@@ -159,28 +160,6 @@ class Recorder(TorchFunctionMode):
             results = [(name, type_of(leaf), leaf) for leaf in made]
             self._add(f"torch.{name}", operands, (("function", func), ("call", call)), results)
         return out
-
-    def _refuse(self, name: str, tensors: Sequence[Tensor], kwargs: Any) -> None:
-        if any(map(is_transformed, tensors)):
-            raise TraceError(
-                f"{_line()}: {name} gets a tensor of a torch.func transform. Apply transforms around the captured "
-                "function, not inside it, and pass what it uses as arguments."
-            )
-        if name in _NUMBERS:
-            raise TraceError(
-                f"{_line()}: {name} reads the value of a tensor, which a program has not. Use torch.where, or pass the "
-                "number as an argument."
-            )
-        if name.endswith("_") and (not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")):
-            raise TraceError(f"{_line()}: {name} changes a tensor in place. Use its out-of-place form.")
-        if kwargs.get("out") is not None:
-            raise TraceError(f"{_line()}: {name} with out= changes a tensor in place. Use the value it returns.")
-        if name in _RANDOM and not (name.endswith("dropout") and _is_off(name, kwargs)):
-            raise TraceError(f"{_line()}: {name} is random. Draw the numbers outside and pass them as an argument.")
-        if under_saved_tensor_hooks():
-            raise TraceError(
-                f"{_line()}: {name} runs inside torch.utils.checkpoint. Checkpoint around the captured function."
-            )
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -207,9 +186,14 @@ class Recorder(TorchFunctionMode):
     def _name_of(self, tensor: Tensor, name: str) -> str:
         if id(tensor) in self._names:
             return self._names[id(tensor)]
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(
+                f"{user_line()}: {name} uses a tensor ({type_text(tensor)}) that was made in a way that cannot be "
+                "recorded. Make it outside the function, or with torch.tensor, torch.zeros, ..."
+            )
         if is_transformed(tensor) or tensor.requires_grad:
             raise TraceError(
-                f"{_line()}: {name} uses a tensor from outside the function ({type_text(tensor)}) that is being "
+                f"{user_line()}: {name} uses a tensor from outside the function ({type_text(tensor)}) that is being "
                 "differentiated or batched. Pass it as an argument."
             )
         self.constants.append(tensor)
@@ -299,7 +283,7 @@ def capture(fn: Callable[..., Any], call: Call, types: Sequence[Type], roles: Se
             writer.add_input(path, kind, fake)
         _active.append(writer)
         try:
-            with writer:
+            with writer, watched_functions(writer._watch):
                 args, kwargs = pytree.tree_unflatten(fakes, treespec)
                 result = fn(*args, **kwargs)
         finally:
@@ -325,13 +309,14 @@ def type_of(tensor: Tensor) -> Type:
 
 def _with_letters(program: Program, roles: Sequence[str]) -> Program:
     """The program with the token dim of data printed as T: dim 0 of the size that is routed, but for parameters."""
-    gates = [eq for eq in program.equations if eq.op == "gate"]
-    routed = [eq.outputs[0].type.dims[0] for eq in gates]
-    if len(set(routed)) != 1:
+    types = program.types()
+    routed = {int(types[eq.operands[1]].dims[0]) for eq in program.equations if eq.op == "dispatch"}
+    routed |= {int(eq.outputs[0].type.dims[0]) for eq in program.equations if eq.op == "gate"}
+    if len(routed) != 1:
         return program
-    tokens = Size(int(routed[0]), "T")
+    tokens = Size(routed.pop(), "T")
     parameters = {v.name for v, role in zip(program.inputs, roles, strict=False) if role != "value"}
-    parameters |= {eq.operands[1] for eq in gates}
+    parameters |= {eq.operands[1] for eq in program.equations if eq.op == "gate"}
 
     def lettered(var: Var) -> Var:
         dims = var.type.dims
@@ -339,8 +324,16 @@ def _with_letters(program: Program, roles: Sequence[str]) -> Program:
             return var
         return Var(var.name, var.type.with_dims(tokens, *dims[1:]))
 
-    equations = tuple(replace(eq, outputs=tuple(map(lettered, eq.outputs))) for eq in program.equations)
-    return replace(program, inputs=tuple(map(lettered, program.inputs)), equations=equations)
+    known = {var.name: lettered(var).type for var in program.inputs}
+    equations = []
+    for eq in program.equations:
+        outputs = tuple(map(lettered, eq.outputs))
+        if not eq.op.startswith("torch."):
+            found = infer(eq.op, [known[name] for name in eq.operands], eq.params)
+            outputs = tuple(Var(var.name, kind) for var, kind in zip(eq.outputs, found, strict=True))
+        known.update((var.name, var.type) for var in outputs)
+        equations.append(replace(eq, outputs=outputs))
+    return replace(program, inputs=tuple(map(lettered, program.inputs)), equations=tuple(equations))
 
 
 def _paths(fn: Callable[..., Any], call: Call) -> list[str]:
@@ -365,16 +358,5 @@ def _name(func: Any) -> str:
     return name.split(".")[0]
 
 
-def _is_off(name: str, kwargs: Any) -> bool:
-    return kwargs.get("training") is False or kwargs.get("p") == 0
-
-
-def _line() -> str:
-    """The innermost line that is neither fmoe's nor torch's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("fmoe", "torch", "einops", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "in the function"
+def _apply_again(cls: Any, *args: Any) -> Any:
+    return cls.apply(*args)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._errors import PlanError
+from ._errors import PlanError, is_whole
 from .functional.config import MoEConfig
 from .functional.moe import moe
 from .functional.routers import TopK
@@ -26,6 +26,8 @@ from .stages import Planned, Traced, trace
 from .values import ExpertParams, MoEParams, RouterParams
 
 LAYER = "moe.0"
+#: Above these there is no cluster, and numbers no longer fit into 64 bits.
+MOST_RANKS, MOST_ELEMENTS = 2**20, 10**15
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -41,8 +43,8 @@ class Workload:
         model_dim: M.
         hidden_dim: H.
         top_k: K.
-        capacity: the factor; None to drop nothing, in ragged rows.
-        imbalance: rows of the fullest expert over those of the mean one. Padded buffers do not feel it.
+        capacity: the factor; None to drop nothing.
+        imbalance: choices of the fullest expert over those of the mean one. Padded buffers do not feel it.
         dtype: of everything.
         activation: of the experts.
 
@@ -66,8 +68,17 @@ class Workload:
 
     def __post_init__(self) -> None:
         _ = self.mesh, self.config  # which check the sizes
-        if not (isinstance(self.tokens, int) and self.tokens >= 1):
-            raise ValueError(f"tokens={self.tokens!r}, but it must be a whole number of at least 1.")
+        if self.world > MOST_RANKS:
+            raise ValueError(f"world={self.world}, but at most {MOST_RANKS} ranks are priced.")
+        for name in ("tokens", "node"):
+            if not is_whole(getattr(self, name), 1):
+                raise ValueError(f"{name}={getattr(self, name)!r}, but it must be a whole number of at least 1.")
+        elements = max(2 * self.experts * self.hidden_dim, self.experts * self.tokens, self.tokens) * self.model_dim
+        if elements > MOST_ELEMENTS:
+            raise ValueError(
+                f"experts={self.experts}, tokens={self.tokens}, model_dim={self.model_dim} and hidden_dim="
+                f"{self.hidden_dim} make tensors of more than {MOST_ELEMENTS:.0e} elements: choose smaller ones."
+            )
         most = self.experts / self.top_k
         if not 1 <= self.imbalance <= most:
             raise ValueError(
@@ -93,11 +104,6 @@ class Workload:
         )
 
     @property
-    def layout(self) -> str:
-        """Of the layer's rows."""
-        return "ragged" if self.capacity is None else "padded"
-
-    @property
     def counts(self) -> tuple[float, ...]:
         """Choices of each expert over the mean: one expert at the imbalance, the others alike."""
         if self.experts == 1:
@@ -121,12 +127,24 @@ class Workload:
 
     @cached_property
     def programs(self) -> Mapping[Plan, Planned]:
-        """The layer under every legal plan."""
-        return {plan: self.planned(plan) for plan in legal_plans(self.mesh, layout=self.layout)}
+        """The layer under every legal plan, in both layouts if there is a capacity.
+
+        Without one a padded buffer holds E/K times the rows, and is left out.
+        """
+        layout = "ragged" if self.capacity is None else None
+        return {plan: self.planned(plan) for plan in legal_plans(self.mesh, layout=layout)}
+
+    @property
+    def excess(self) -> float:
+        """Kept rows of the fullest part of the experts over the mean of all rows, dropped ones too."""
+        most = math.inf if self.capacity is None else self.capacity
+        kept = tuple(min(count, most) for count in self.counts)
+        return max(1.0, Load(kept).fullest(self.mesh.expert) * sum(kept) / sum(self.counts))
 
     def priced(self, planned: Planned, profile: Profile) -> Price:
         """What a program takes under the load of this workload."""
-        loads = {LAYER: Load(self.counts)} if self.layout == "ragged" else {}
+        ragged = planned.plans[LAYER].layout == "ragged"
+        loads = {LAYER: Load.spread(self.excess)} if ragged else {}
         return price(planned.program, planned.axes, profile, loads=loads, tokens=self.tokens)
 
     def prices(self, profile: Profile, like: Workload | None = None) -> dict[Plan, Price]:

@@ -24,6 +24,7 @@ LAYERS = [
     "program",
     "cost",
     "ops",
+    "_trace_rules",
     "trace",
     "sharding",
     "functional",

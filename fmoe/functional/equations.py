@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .._autocast import autocast_dtype
 from .._axes import Place
-from .._errors import ProgramError
+from .._errors import ProgramError, refuse
 from .._typing import accumulation_dtype
 from ..cost import Cost
 from ..ops.activations import ACTIVATIONS
@@ -29,7 +29,7 @@ from ..program import Size, Type, at_run_time, operation
 from ..values import ExpertParams, RouterParams, Routing, cast_leaves
 from .combine import combine
 from .dispatch import dispatch
-from .experts import expert_apply
+from .experts import check_output, expert_apply
 from .gate import _group_sizes, gate, route
 from .losses import Sums, finish
 from .tokens import Tokens, flat_experts
@@ -138,16 +138,19 @@ def _apply_types(rows: Type, *leaves: Type, activation: str | None, fn: Any, tre
     return [rows.with_dims(*rows.dims[:-1], width)]
 
 
-def expert_flops(rows: int, leaves: Sequence[Type], activation: str | None) -> Cost:
+def expert_flops(rows: int, leaves: Sequence[Type], activation: str | None, tree: Any) -> Cost:
     """Cost of the built-in experts on a number of rows; a user's function is not priced."""
     if activation is None:
         return Cost()
-    weights = sum(math.prod(map(int, leaf.dims[1:])) for leaf in leaves if len(leaf.dims) >= 3)
+    params = pytree.tree_unflatten(list(leaves), tree)
+    weights = sum(math.prod(map(int, leaf.dims[1:])) for leaf in (params.w_in, params.w_out))
     return Cost(flops=2.0 * rows * weights)
 
 
-def _apply_cost(axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, **_: Any) -> Cost:
-    return expert_flops(math.prod(map(int, operands[0].dims[:-1])), operands[1:], activation)
+def _apply_cost(
+    axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, tree: Any, **_: Any
+) -> Cost:
+    return expert_flops(math.prod(map(int, operands[0].dims[:-1])), operands[1:], activation, tree)
 
 
 @operation("expert_apply", _apply_types, cost=_apply_cost, shown=("activation", "fn"))
@@ -190,10 +193,17 @@ def _ffn_types(
 
 
 def _ffn_cost(
-    axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, extra: int, **_: Any
+    axes: Any,
+    operands: Sequence[Type],
+    outputs: Sequence[Type],
+    *,
+    activation: Any,
+    extra: int,
+    tree: Any,
+    **_: Any,
 ) -> Cost:
     rows = math.prod(map(int, operands[0].dims[:-1]))
-    return expert_flops(rows, operands[1 : len(operands) - extra], activation)
+    return expert_flops(rows, operands[1 : len(operands) - extra], activation, tree)
 
 
 @operation("expert_ffn", _ffn_types, cost=_ffn_cost, shown=("activation", "fn", "chunk"))
@@ -265,8 +275,20 @@ def _function_ragged(fn: Any, params: Any, rows: Tensor, index: Tensor, groups: 
     leaves, tree = pytree.tree_flatten(params)
     each = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
     parts = zip(each, by_expert.split(sizes), strict=True)
-    made = torch.cat([fn(pytree.tree_unflatten(list(one), tree), part) for one, part in parts])
+    made = torch.cat([_checked(fn(pytree.tree_unflatten(list(one), tree), part), part) for one, part in parts])
     return gather_back(made, index, torch.ones_like(index, dtype=made.dtype))
+
+
+def _checked(out: Any, rows: Tensor) -> Tensor:
+    """What a user's function made, one row of the same width for each row."""
+    check_output(out, rows)
+    if out.shape[-1] != rows.shape[-1]:
+        refuse(
+            "expert_apply",
+            [f"fn made rows of {out.shape[-1]} features of rows of {rows.shape[-1]}: under a plan it must keep them."],
+        )
+    made: Tensor = out
+    return made
 
 
 def _function_padded(fn: Any, params: Any, recv: Tensor, live: Tensor) -> Tensor:
@@ -278,7 +300,7 @@ def _function_padded(fn: Any, params: Any, recv: Tensor, live: Tensor) -> Tensor
     usable = (there & flat.isfinite().all(1)).to(torch.int64)
     first = usable.argmax(0, keepdim=True)
     stand_in = torch.where(usable.gather(0, first) > 0, flat.index_select(0, first), 1).squeeze(0)
-    out = torch.func.vmap(fn)(params, torch.where(used, data, stand_in))
+    out = _checked(torch.func.vmap(fn)(params, torch.where(used, data, stand_in)), data)
     out = torch.where(used, out, 0)
     return out.unflatten(1, (ranks, slots)).transpose(0, 1)
 

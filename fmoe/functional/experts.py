@@ -144,7 +144,7 @@ def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
         live = live.unsqueeze(-1)  # [E,C,1]
         # an inert slot holds a real row meanwhile: fn need not be finite at 0, and 0 * NaN would reach its parameters
         out = torch.func.vmap(fn)(params, torch.where(live, data, tokens.any_row()))
-        _check_output(out, data)
+        check_output(out, data)
         return dataclasses.replace(tokens, x=None, experts=None, rows=torch.where(live, out, 0))
     with host_numbers("the number of rows of each expert", 'use layout="padded" and a capacity.'):
         sizes = tokens.group_sizes.tolist()
@@ -154,13 +154,14 @@ def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
     made = []
     for one, part in zip(each, parts, strict=False):  # the last part belongs to no expert
         made.append(fn(treespec.unflatten(one), part))
-        _check_output(made[-1], part)
+        check_output(made[-1], part)
     out = torch.cat(made)
     rest = out.new_zeros(rows.shape[0] - out.shape[0], out.shape[1])
     return tokens.with_rows(torch.cat([out, rest]))
 
 
-def _check_output(out: Any, rows: Tensor) -> None:
+def check_output(out: Any, rows: Tensor) -> None:
+    """Refuses what is not one row for each row."""
     if not isinstance(out, Tensor) or out.shape[:-1] != rows.shape[:-1]:
         found = type_text(out) if isinstance(out, Tensor) else repr(type(out))
         refuse("expert_apply", [f"fn made {found} of rows {type_text(rows)}: it must return one row for each row."])

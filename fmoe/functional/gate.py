@@ -114,7 +114,7 @@ def _record(
     spec: Any,
 ) -> Routing:
     names = tuple(name for name, tensor in given.items() if tensor is not None)
-    groups = groups if isinstance(groups, int) else tuple(groups)
+    groups = tuple(map(int, groups)) if isinstance(groups, Sequence) else int(groups)
     params = (("router", router), ("capacity", rule), ("groups", groups), ("given", names), ("spec", spec))
     extra = [tensor for tensor in given.values() if tensor is not None]
     experts, weights, slots, counts, *aux = writer.record("gate", [x, weight, *extra], params, GATE_OUTPUTS)

@@ -79,7 +79,8 @@ def _check(params: MoEParams, config: MoEConfig) -> None:
         )
     if config.fn is None and isinstance(params.experts, ExpertParams):
         w_out = params.experts.w_out
-        if w_out.dim() == 3 and w_out.shape[1] != config.hidden_dim:
+        hidden = w_out.shape[1] if w_out.dim() == 3 else config.hidden_dim
+        if (params.experts.sharded or (0, hidden))[1] != config.hidden_dim:
             problems.append(
                 f"params.experts.w_out is {type_text(w_out)}, but config has hidden_dim={config.hidden_dim}."
             )

@@ -294,6 +294,21 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@contextmanager
+def watched_functions(watch: Callable[..., Any]) -> Iterator[None]:
+    """Has ``watch(apply, cls, args)`` run every call of a user's `torch.autograd.Function` meanwhile."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch(lambda *given: original.__get__(None, cls)(*given, **kwargs), cls, args)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
 def under_saved_tensor_hooks() -> bool:
     """Whether checkpointing or offloading is at work."""
     return _top_hooks(True) is not None

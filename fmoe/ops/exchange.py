@@ -35,9 +35,9 @@ from .runtime import Column, Scope, run
 
 
 def _encode_types(
-    x: Type, experts: Type, slots: Type, *, layout: str, num_experts: int, capacity: int | None = None
+    x: Type, chosen: Type, slots: Type, *, layout: str, num_experts: int, capacity: int | None = None, **_: Any
 ) -> list[Type]:
-    tokens, k = experts.dims
+    tokens, k = chosen.dims
     index = Type(torch.int64, (tokens, k))
     if layout == "padded":
         assert capacity is not None
@@ -46,26 +46,35 @@ def _encode_types(
     return [x.with_dims(rows, x.dims[-1]), index, Type(torch.int64, (num_experts,))]
 
 
-@operation("encode", _encode_types)
+@operation("encode", _encode_types, shown=("layout", "num_experts", "capacity"))
 def _encode(
     place: Place,
     x: Tensor,
-    experts: Tensor,
+    chosen: Tensor,
     slots: Tensor,
     *,
     layout: str,
     num_experts: int,
+    experts: int,
     capacity: int | None = None,
+    **by_hand: Any,
 ) -> tuple[Tensor, ...]:
+    """`num_experts` is that of the mesh, at least `experts`, which there are; a routing made by hand is checked."""
     rows = x.reshape(-1, x.shape[-1])
-    ones = torch.ones(experts.shape, dtype=x.dtype, device=x.device)
+    ones = torch.ones(chosen.shape, dtype=x.dtype, device=x.device)
+    most = by_hand.get("most")
+    most = chosen.numel() if most is None else most
     if layout == "padded":
         assert capacity is not None
-        index = torch.where(slots >= 0, experts * capacity + slots, -1)
+        if by_hand:
+            row_index(chosen, slots, experts, most)  # refuses slots that are none
+        index = torch.where(slots >= 0, chosen * capacity + slots, -1)
         buf = expand(rows, index, ones, num_experts * capacity)
         return buf.unflatten(0, (num_experts, capacity)), index
-    index, order, groups = row_index(experts, slots, num_experts, experts.numel())
-    return expand(rows, index, ones, order.shape[0]), index, groups[:, 1] - groups[:, 0]
+    index, order, groups = row_index(chosen, slots, experts, most)
+    sizes = groups[:, 1] - groups[:, 0]
+    sizes = torch.cat([sizes, sizes.new_zeros(num_experts - experts)])
+    return expand(rows, index, ones, order.shape[0]), index, sizes
 
 
 # --- buffers to messages and back --------------------------------------------------------------------------------
@@ -91,8 +100,8 @@ def _fan_out(place: Place, buf: Tensor, plan: Splits | None = None, *, ep: int, 
 
 
 def _fan_in_types(back: Type, *plan: Type, ep: int, copies: int, cut: int) -> list[Type]:
-    if set(back.partial) - {"mp"} or (back.partial and copies == 1):
-        raise ProgramError(f"{back} cannot be added up over {copies} copies")
+    if back.partial != (("mp",) if copies > 1 else ()):
+        raise ProgramError(f"{back} is not a pending sum over the {copies} copies of each row")
     if plan:
         return [Type(back.dtype, (at_run_time(back.dims[0], 1 / copies), back.dims[-1]))]
     _, e, c, dim = back.dims
@@ -149,7 +158,7 @@ def _whole(parts: Sequence[Type], chunks: int) -> Type:
 
 
 def _exchange_types(
-    x: Type, *plan: Type, axis: str, ranks: int, chunk: Any = None, back: bool = False, dim: Any = 0, keep: Any = None
+    x: Type, *plan: Type, axis: str, ranks: int, chunk: Any = None, back: bool = False, dim: Any = 0, keep: Any = ()
 ) -> list[Type]:
     if plan:
         return [x]
@@ -184,12 +193,12 @@ def _all_reduce(scope: Scope, column: Column, *, axis: str, ranks: int) -> Colum
     return scope.comm.all_reduce(axis, column)
 
 
-def _gather_types(x: Type, *, axis: str, ranks: int, dim: Any, keep: int | None = None) -> list[Type]:
+def _gather_types(x: Type, *, axis: str, ranks: int, dim: Any, keep: Any = ()) -> list[Type]:
     dims = list(x.dims)
     for size, d in zip(_sizes(ranks), _dims(dim), strict=True):
         dims[d] = dims[d] * size
-    if keep is not None:
-        dims[0] = keep
+    for d, size in keep:
+        dims[d] = size
     return [x.with_dims(*dims)]
 
 
@@ -204,7 +213,7 @@ def _gathered_rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0).contiguous()  # the gathered dim in front
 
 
-def _place_gathered(parts: Tensor, ranks: Any, dim: Any, keep: int | None) -> Tensor:
+def _place_gathered(parts: Tensor, ranks: Any, dim: Any, keep: Any) -> Tensor:
     """``[ranks, ...]`` with each axis of ranks moved into its dim, outermost."""
     sizes, dims = _sizes(ranks), _dims(dim)
     out = parts.unflatten(0, sizes)
@@ -213,17 +222,21 @@ def _place_gathered(parts: Tensor, ranks: Any, dim: Any, keep: int | None) -> Te
         out = out.movedim(i, i + dims[i]) if dims[i] else out
         shape[dims[i]] *= sizes[i]
     out = out.reshape(shape)
-    return out if keep is None or keep == shape[0] else out.narrow(0, 0, keep)
+    for d, size in keep:
+        out = out.narrow(d, 0, size)  # without the zeros at the end
+    return out
 
 
 @operation("all_gather", _gather_types, cost=gathered, collective=True, shown=("axis", "dim", "keep"))
-def _all_gather(scope: Scope, column: Column, *, axis: str, ranks: Any, dim: Any, keep: int | None = None) -> Column:
+def _all_gather(scope: Scope, column: Column, *, axis: str, ranks: Any, dim: Any, keep: Any = ()) -> Column:
     parts = scope.comm.all_gather(axis, [_gathered_rows(x) for x in column])
     return [_place_gathered(part, ranks, dim, keep) for part in parts]
 
 
 def _scatter_types(x: Type, *, axis: str, ranks: int, dim: int) -> list[Type]:
     dims = list(x.dims)
+    if axis not in x.partial:
+        raise ProgramError(f"{x} is not a pending sum over {axis}")
     if dims[dim] % ranks:
         raise ProgramError(f"dim {dim} of {x} does not divide over the {ranks} ranks of {axis}")
     dims[dim] //= ranks
@@ -285,7 +298,7 @@ def _done(scope: Scope, column: Column) -> Column:
     fn, axis, values = params["fn"], params.get("axis", "world"), [f.value for f in column]
     if fn == "all_gather":
         parts = scope.comm.done(fn, axis, values)
-        return [_place_gathered(part, params["ranks"], params["dim"], params.get("keep")) for part in parts]
+        return [_place_gathered(part, params["ranks"], params["dim"], params.get("keep", ())) for part in parts]
     if fn == "all_to_all":
         splits = tuple([s[0] for s in part] for part in zip(*(f.splits for f in column), strict=True))
         return scope.comm.done(fn, axis, values, *splits)

@@ -117,6 +117,8 @@ def agree(numbers: Sequence[int], where: str, operation: str = "max") -> list[in
 
 def mean_share(loss: Tensor, tokens: int, mesh: Any) -> Tensor:
     """See `ShardingSpec.mean`."""
+    if not isinstance(loss, Tensor):
+        raise SpecError(f"mean: loss={loss!r}, but it must be a tensor.")
     if not is_whole(tokens, 0):
         raise SpecError(f"mean: tokens={tokens!r}, but it must be a whole number of at least 0.")
     check_world(mesh)

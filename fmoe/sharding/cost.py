@@ -29,6 +29,10 @@ COMPUTE = "compute"
 _FREE = {"dispatch", "unflatten", "flatten", "to_host", "cut_sizes", "done"}
 #: Equations without a gradient.
 _WHOLE_NUMBERS = {"to_host", "cut_sizes", "live_slots"}
+_TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+#: Equations whose transposes need none of their operands.
+_LINEAR = {"encode", "fan_out", "fan_in", "split", "concat", "take_shard", "start", "done", "call",
+           "all_to_all", "all_gather", "reduce_scatter", "all_reduce"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,13 +164,13 @@ class Pricer:
         if eq.op in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "start", "call"):
             level, seconds = self._exchange(eq, axes)
             smooth = self.types[eq.operands[0]].dtype.is_floating_point and eq.op != "all_reduce"
-            return _Step(eq, level, seconds, seconds if smooth else 0.0)
+            return _Step(eq, level, seconds, self._exchange(eq, axes, backward=True)[1] if smooth else 0.0)
         if eq.op in _FREE:
             return _Step(eq, COMPUTE, 0.0, 0.0)
         seconds = self._local(eq, axes)
         return _Step(eq, COMPUTE, seconds, 0.0 if eq.op in _WHOLE_NUMBERS else 2 * seconds)
 
-    def _exchange(self, eq: Equation, axes: Axes) -> tuple[str, float]:
+    def _exchange(self, eq: Equation, axes: Axes, backward: bool = False) -> tuple[str, float]:
         op = eq.param("fn") or eq.op
         sub = [s for s in self.program.lets if s.name == op]
         if sub:
@@ -186,7 +190,7 @@ class Pricer:
             return level, self._swap(size, ranks, local, nodes)
         if op == "all_gather":
             size *= ranks
-        return level, self._ring(op, size, ranks, local, nodes)
+        return level, self._ring(_TRANSPOSED.get(op, op) if backward else op, size, ranks, local, nodes)
 
     def _swap(self, size: float, ranks: int, local: int, nodes: int) -> float:
         """all_to_all: what stays in the node and what leaves it go at once."""
@@ -250,7 +254,7 @@ class Pricer:
     def _memory(self) -> float:
         """Bytes at most: inputs, their gradients, what backward keeps, and the largest equation's buffers.
 
-        Backward keeps the operands of every equation that has a gradient, and the experts' pre-activations.
+        Backward keeps the operands of every equation that is not linear, and the experts' pre-activations.
         """
         inputs = sum(self.types[var.name].bytes for var in self.program.inputs)
         kept: set[str] = set()
@@ -258,7 +262,8 @@ class Pricer:
         for eq in self.program.equations:
             if eq.op in _WHOLE_NUMBERS or eq.op in ("done", "split", "concat", "start"):
                 continue
-            kept.update(eq.operands)
+            if eq.op not in _LINEAR:
+                kept.update(eq.operands)
             buffers = sum(self.types[v.name].bytes for v in eq.outputs)
             largest = max(largest, float(buffers))
             if eq.op in ("expert_ffn", "expert_apply"):
@@ -329,8 +334,9 @@ class _Schedule:
         channel = step.channel
         if channel == COMPUTE:
             begin = max(compute, at)
-            if any(time > begin for name, time in self.free.items() if name != COMPUTE):
-                seconds = seconds / (1 - self.shared)
+            beside = max([time for name, time in self.free.items() if name != COMPUTE] or [0.0]) - begin
+            if beside > 0:  # work goes on at 1 - shared until the exchange has ended
+                seconds = min(seconds / (1 - self.shared), seconds + self.shared * beside)
         elif begins:
             begin = max(self.free.get(channel, 0.0), at)
         else:

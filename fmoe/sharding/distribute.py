@@ -21,9 +21,10 @@ from .._typing import type_text
 from ..ops.differentiable import innermost
 from ..ops.edge import Layout, layout_key, to_local
 from ..ops.processes import check_world, is_up, made_once, this_rank
+from ..program import Type
 from ..values import ExpertParams, MoEParams
 from .mesh import Mesh, abstract_mesh
-from .placement import Mark, local_part, marks_of, split_dims
+from .placement import Mark, local_part, local_type, marks_of, split_dims
 from .spec import ShardingSpec
 
 
@@ -132,7 +133,7 @@ def _distributed(leaf: Tensor, mark: Mark, mesh: Mesh) -> Tensor:
         run_check=False,
         shape=leaf.shape,
         stride=stride,
-    )
+    ).requires_grad_(leaf.requires_grad)
 
 
 def _layout(shape: tuple[int, ...], mark: Mark, mesh: Mesh, device: str) -> Layout:
@@ -202,6 +203,11 @@ def local_leaf(leaf: Tensor, mark: Mark, mesh: Mesh) -> Tensor:
     if is_dtensor(leaf):
         return cross(leaf, mark, mesh)
     if mark.sharded is not None:
+        whole = mark.whole(Type(leaf.dtype, tuple(leaf.shape)))
+        if local_type(whole, mark.role, mesh).dims != tuple(leaf.shape):
+            raise SpecError(
+                f"{type_text(leaf)} is a part of {whole} on another mesh: make it by fmoe.local with this spec."
+            )
         return leaf
     return local_part(leaf, mark.role, mesh, this_rank())
 
@@ -261,9 +267,14 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Any, max_norm: float, norm_ty
         if not isinstance(value, (int, float)) or not value > 0
     ]
     refuse("clip_grad_norm_", problems)
-    if not isinstance(parameters, (list, tuple)):
-        parameters = list(parameters) if not isinstance(parameters, Tensor) and _iterates(parameters) else parameters
-    grads: list[Any] = [p.grad for p in pytree.tree_leaves(parameters) if isinstance(p, Tensor) and p.grad is not None]
+    if isinstance(parameters, torch.nn.Module):
+        parameters = list(parameters.parameters())
+    leaves = pytree.tree_leaves(parameters)
+    if leaves == [parameters] and not isinstance(parameters, Tensor):  # not a tree: an iterator, a view, a set, ...
+        leaves = list(parameters)
+    wrong = sorted({type(p).__name__ for p in leaves if not isinstance(p, Tensor) and p is not None})
+    refuse("clip_grad_norm_", [f"parameters holds a {name}: give tensors." for name in wrong])
+    grads: list[Any] = [p.grad for p in leaves if p is not None and p.grad is not None]
     sums: dict[Any, list[Tensor]] = {}
     for grad in grads:
         where: Any = (grad.device_mesh, tuple(grad.placements)) if is_dtensor(grad) else None
@@ -280,10 +291,6 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Any, max_norm: float, norm_ty
         held = grad.to_local() if is_dtensor(grad) else grad
         held.mul_(scale.to(device=held.device, dtype=held.dtype))
     return norm
-
-
-def _iterates(parameters: Any) -> bool:
-    return hasattr(parameters, "__next__")
 
 
 def _power(grad: Tensor, p: float) -> Tensor:

@@ -13,10 +13,18 @@ from ..program import Equation, Program
 from .build import Builder
 from .placement import hidden_dim
 from .plan import Plan
+from .rewrites import Part, kept_sizes
 
 
 def exchange_tokens(
-    program: Program, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, str], width: int
+    program: Program,
+    layer: str,
+    axes: Axes,
+    plan: Plan,
+    parts: Mapping[str, Part],
+    width: int,
+    *,
+    by_hand: bool = False,
 ) -> Program:
     """ep: sends tokens to the ranks that hold their experts, and gathers what those lack of the weights.
 
@@ -27,8 +35,10 @@ def exchange_tokens(
         plan: r, mp, layout and pipeline are read.
         parts: from `localize`.
         width: slots per expert that suffice on every rank (padded); widened to what divides.
+        by_hand: whether the routing is not a gate's, so that its slots are to be checked when it runs.
     """
     expand = _Exchange(Builder(program), layer, axes, plan, parts, width)
+    expand.by_hand = by_hand
     for eq in program.equations:
         if eq.layer == layer and eq.op in ("dispatch", "expert_apply", "combine"):
             getattr(expand, eq.op)(eq)
@@ -40,7 +50,7 @@ def exchange_tokens(
 class _Exchange:
     """The three equations of a layer, each as it runs under ep."""
 
-    def __init__(self, builder: Builder, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, str], width: int):
+    def __init__(self, builder: Builder, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, Part], width: int):
         self.builder, self.axes, self.plan, self.parts = builder, axes, plan, parts
         self.ragged = plan.layout == "ragged"
         self.gather = plan.mp == "gather"
@@ -52,6 +62,7 @@ class _Exchange:
         self.host: list[str] = []  # the sizes of ragged messages
         self.routed: tuple[str, ...] = ()
         self.num_experts = 0
+        self.by_hand = False
 
     def _swap(self, like: Equation, operand: str, name: str, back: bool = False, **rest: Any) -> str:
         extra = {"chunk": (0, 1), "back": back} if self.host else {}
@@ -66,7 +77,9 @@ class _Exchange:
         self.routed = eq.operands[1:]
         whole = int(eq.param("num_experts"))
         self.num_experts = -(-whole // axes.ep) * axes.ep
-        shape: dict[str, Any] = {"layout": self.plan.layout, "num_experts": self.num_experts}
+        shape: dict[str, Any] = {"layout": self.plan.layout, "num_experts": self.num_experts, "experts": whole}
+        if self.by_hand:
+            shape["most"] = eq.param("capacity")
         if self.ragged:
             rows, self.index, sizes = b.emit(
                 "encode", eq.operands, [b.fresh(n) for n in ("rows", "index", "sizes")], like=eq, **shape
@@ -133,14 +146,14 @@ class _Exchange:
     def _leaf(self, leaf: str, number: int, eq: Equation) -> str:
         """What this rank's slice of the experts needs of a leaf."""
         b, axes = self.builder, self.axes
-        role, fn = self.parts.get(leaf), eq.param("fn")
+        part, fn = self.parts.get(leaf), eq.param("fn")
         dims = len(b.types[leaf].dims)
         if fn is not None:
-            return self._leaf_of_function(leaf, number, fn, role, eq)
+            return self._leaf_of_function(leaf, number, fn, part, eq)
         roles = pytree.tree_unflatten(list(range(len(eq.operands) - 1)), eq.param("tree"))
         name = next(n for n in ("w_in", "w_out", "b_in", "b_out") if getattr(roles, n) == number)
         hidden = hidden_dim(name, dims)
-        if role is None:  # a whole leaf: take this rank's slice of it
+        if part is None:  # a whole leaf: take this rank's slice of it
             if axes.ep > 1:
                 leaf = b.one("take_shard", [leaf], f"{leaf}.ep", like=eq, axis="ep", ranks=axes.ep, dim=0)
             if hidden is not None and axes.mp > 1:
@@ -159,23 +172,42 @@ class _Exchange:
             dim=hidden,
         )
 
-    def _leaf_of_function(self, leaf: str, number: int, fn: Any, role: str | None, eq: Equation) -> str:
+    def _leaf_of_function(self, leaf: str, number: int, fn: Any, part: Part | None, eq: Equation) -> str:
         b, axes = self.builder, self.axes
-        if role is None and axes.ep > 1:
+        if part is None and axes.ep > 1:
             leaf = b.one("take_shard", [leaf], f"{leaf}.ep", like=eq, axis="ep", ranks=axes.ep, dim=0)
-        if role not in (None, "expert"):
-            hidden = hidden_dim(str(role), len(b.types[leaf].dims))
-            if hidden is not None and axes.mp * axes.dp > 1:
-                leaf = b.one(
-                    "all_gather", [leaf], f"{leaf}.all", like=eq, axis="mp,dp", ranks=axes.mp * axes.dp, dim=hidden
-                )
+        hidden = None if part is None else hidden_dim(part.role, len(part.dims))
+        if part is not None and hidden is not None and axes.mp * axes.dp > 1:
+            across = axes.mp * axes.dp
+            kept = kept_sizes(b.types[leaf], part, [("mp,dp", across, hidden)])
+            leaf = b.one("all_gather", [leaf], f"{leaf}.all", like=eq, axis="mp,dp", ranks=across, dim=hidden, **kept)
         if axes.mp == 1:
             return leaf
-        hidden_dims = getattr(fn, "hidden", None)
-        dim = None if hidden_dims is None else pytree.tree_leaves(hidden_dims)[number]
-        if dim is None:
-            raise PlanError(
-                f"{eq.layer}: r={axes.mp} splits the hidden dim of the experts, and fn does not say which dim that is: "
-                "wrap it as fmoe.ExpertFunction(fn, hidden=...), or choose r=1 or dp."
-            )
-        return b.one("take_shard", [leaf], f"{leaf}.mp", like=eq, axis="mp", ranks=axes.mp, dim=dim + 1)
+        dim = hidden_dim_of(fn, eq, number, len(b.types[leaf].dims) - 1) + 1
+        return b.one("take_shard", [leaf], f"{leaf}.mp", like=eq, axis="mp", ranks=axes.mp, dim=dim)
+
+
+def hidden_dim_of(fn: Any, eq: Equation, number: int, dims: int) -> int:
+    """The hidden dim that a function names for a leaf of one expert with `dims` dims.
+
+    Raises:
+        PlanError: if it names none, or one that is not there.
+    """
+    tree = eq.param("tree")
+    named = getattr(fn, "hidden", None)
+    if named is None:
+        raise PlanError(
+            f"{eq.layer}: r > 1 splits the hidden dim of the experts, and fn does not say which dim that is: wrap it "
+            "as fmoe.ExpertFunction(fn, hidden=...), or choose r=1 or dp."
+        )
+    wanted = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(tree.num_leaves)), tree))[0]
+    given = {pytree.keystr(path): dim for path, dim in pytree.tree_flatten_with_path(named)[0]}
+    paths = [pytree.keystr(path) for path, _ in wanted]
+    dim = given.get(paths[number])
+    if sorted(given) != sorted(paths) or not isinstance(dim, int) or not -dims <= dim < dims:
+        leaves = ", ".join(path or "the one leaf" for path in paths)
+        raise PlanError(
+            f"{eq.layer}: ExpertFunction(hidden={named!r}) must be a tree like the parameters of one expert, with a "
+            f"dim of each leaf: {leaves}; {paths[number] or 'it'} has {dims} dims."
+        )
+    return dim % dims

@@ -59,6 +59,9 @@ class Layer:
         """Slots per expert that suffice for any rank with at most `tokens` tokens."""
         rule = None if self.gate is None else self.gate.param("capacity")
         groups = 1 if self.gate is None else self.gate.param("groups")
+        if self.gate is None:  # made by hand: a token may choose an expert more than once
+            capacity = self.dispatch.param("capacity")
+            return tokens * self.k if capacity is None else int(capacity)
         if rule is None or not isinstance(groups, int):
             return tokens
         each = -(-tokens // groups)

@@ -52,7 +52,7 @@ def lower(
         if plan.parallelism == "dp" or mesh.world == 1:  # one rank has nothing to exchange
             program = gather_weights(program, layer.name, mine, plan, parts, width)
             continue
-        program = exchange_tokens(program, layer.name, mine, plan, parts, width)
+        program = exchange_tokens(program, layer.name, mine, plan, parts, width, by_hand=layer.gate is None)
         program = pipeline(program, layer.name, plan.pipeline)
         if plan.a2a == "2dh":
             program = hierarchical(program, layer.name, mine)

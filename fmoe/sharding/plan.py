@@ -61,7 +61,7 @@ class Plan:
         problems = []
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or value not in choices:
+            if isinstance(value, (bool, float)) or value not in choices:
                 problems.append(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}.")
         if not is_whole(self.r, 1):
             problems.append(f"r={self.r!r}, but it must be a whole number of at least 1.")

@@ -4,7 +4,7 @@ A `Profile` is data. Presets hold published figures, each with its source; ``pyt
 fits one to the machine and process group at hand. A time is, with S bytes received by a rank,
 
     collective   alpha + S / bandwidth         the segment of S, per level: inside a node, between nodes
-    matmul       flops / (peak * efficiency)   efficiency by flops of one matmul, interpolated in log
+    matmul       flops / (peak * efficiency)   efficiency by flops of one matmul, interpolated in logs
     memory       bytes / bandwidth             of everything that is read and written
     launch       a constant for each equation
 
@@ -116,26 +116,32 @@ class Profile:
         path = Path(source)
         if not path.is_file():
             raise ValueError(f"profile {path}: there is no such file.")
+        wrong = f"profile {path}: not a profile, or one with parts missing"
         try:
-            held = json.loads(path.read_text())
-            return cls(**_from_json(held))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"profile {path}: not a profile, or one with parts missing ({error}).") from None
+            held = _from_json(json.loads(path.read_text()))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{wrong} ({error}).") from None
+        try:
+            return cls(**held)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{wrong} ({error}).") from None
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Piecewise linear in log x, constant outside.
+    """Piecewise linear in log x and log y, constant outside.
+
+    A straight line in y itself would let an efficiency grow faster than the work: more work in less time.
 
     Example:
-        >>> interpolate([(1.0, 0.2), (100.0, 0.6)], 10.0)
-        0.4
+        >>> interpolate([(1.0, 0.1), (100.0, 0.4)], 10.0)
+        0.2
     """
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
             share = (math.log(x) - math.log(x0)) / (math.log(x1) - math.log(x0))
-            return round(y0 + share * (y1 - y0), 12)
+            return round(y0 * (y1 / y0) ** share, 12)
     return points[-1][1]
 
 
@@ -156,32 +162,37 @@ def _from_json(held: dict[str, Any]) -> dict[str, Any]:
         }
         for level, of_level in held["links"].items()
     }
-    pairs = {name: tuple(map(tuple, held[name])) for name in ("efficiency", "congestion")}
+    pairs = {name: tuple((x, y) for x, y in held[name]) for name in ("efficiency", "congestion")}
     return {**held, "links": links, **pairs}
 
 
 def _problems(p: Profile) -> list[str]:
     found = []
 
-    def check(name: str, value: Any, low: float, high: float) -> None:
+    def check(name: str, value: Any, low: float, high: float) -> bool:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low <= value <= high:
+        fits = number and low <= value <= high
+        if not fits:
             found.append(f"{name}={value!r}, but it must be a number from {low:g} to {high:g}.")
+        return fits
+
+    def ascend(name: str, values: Sequence[Any], low: float, high: float) -> None:
+        fit = [check(name, value, low, high) for value in values]
+        if all(fit) and any(b <= a for a, b in itertools.pairwise(values)):
+            found.append(f"{name} {', '.join(f'{v:g}' for v in values)}: these must be ascending.")
 
     for dtype in DTYPES:
         check(f"peak[{dtype!r}]", p.peak.get(dtype), 1e6, 1e18)
     if not p.efficiency or not p.congestion:
         found.append("efficiency and congestion need at least one point each.")
-    for size, share in p.efficiency:
-        check("efficiency at", size, 0, 1e21)
-        check(f"efficiency at {size:g} flops", share, 1e-6, 1.5)
-    for nodes, share in p.congestion:
-        check("congestion at", nodes, 1, 1e6)
-        check(f"congestion at {nodes} nodes", share, 1e-3, 1.0)
-    for name in ("efficiency", "congestion"):
+    for name, low, high, least, most, unit in (
+        ("efficiency", 1, 1e21, 1e-6, 1.5, "flops"),
+        ("congestion", 1, 1e6, 1e-3, 1.0, "nodes"),
+    ):
         points = getattr(p, name)
-        if [x for x, _ in points] != sorted({x for x, _ in points}):
-            found.append(f"{name} must be given at ascending points.")
+        ascend(f"{name} at", [x for x, _ in points], low, high)
+        for x, share in points:
+            check(f"{name} at {x} {unit}", share, least, most)
     check("memory_bandwidth", p.memory_bandwidth, 1e6, 1e15)
     check("launch", p.launch, 0, 1)
     check("shared", p.shared, 0, 0.9)
@@ -192,8 +203,11 @@ def _problems(p: Profile) -> list[str]:
             segments = p.links.get(level, {}).get(name, ())
             if not segments:
                 found.append(f"links[{level!r}][{name!r}] is missing.")
+            where = f"links[{level!r}][{name!r}]"
+            ascend(f"{where}.most", [s.most for s in segments], 1, math.inf)
+            if segments and segments[-1].most != math.inf:
+                found.append(f"{where}.most={segments[-1].most!r} is that of the last segment, so it must be null.")
             for s in segments:
-                where = f"links[{level!r}][{name!r}]"
                 check(f"{where}.alpha", s.alpha, 0, 10)
                 check(f"{where}.peer", s.peer, 0, 1)
                 check(f"{where}.bandwidth", s.bandwidth, 1e3, 1e14)

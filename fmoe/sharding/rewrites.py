@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._axes import Axes
 from .._errors import PlanError
@@ -30,39 +30,56 @@ from .plan import Plan
 #: torch calls that act on each element of an expert's parameters alone, so that parts may be taken before.
 _ELEMENTWISE = {
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "clone", "contiguous", "neg", "mul",
-    "div", "__mul__", "__rmul__", "__neg__", "__truediv__", "true_divide", "alias",
+    "__mul__", "__rmul__", "__neg__", "alias",
 }  # fmt: skip
+_DIVISIONS = {"div", "__truediv__", "true_divide"}
 
 
-def localize(program: Program, roles: Sequence[str], mesh: Mesh) -> tuple[Program, dict[str, str]]:
+class Part(NamedTuple):
+    """A variable of which each rank holds a part: its role, and the dims of the whole."""
+
+    role: str
+    dims: tuple[int, ...]
+
+
+def localize(program: Program, roles: Sequence[str], mesh: Mesh) -> tuple[Program, dict[str, Part]]:
     """Puts each rank's part of the experts' parameters in the place of the whole.
 
     Returns:
-        The program, and the role of every variable that is a part.
+        The program, and what every variable is a part of.
 
     Raises:
         PlanError: if a torch call on such parameters is not elementwise.
     """
     inputs = [Var(v.name, local_type(v.type, role, mesh)) for v, role in zip(program.inputs, roles, strict=True)]
-    parts = {v.name: role for v, role in zip(inputs, roles, strict=True) if role in EXPERT_ROLES}
+    parts = {
+        v.name: Part(role, v.type.dims) for v, role in zip(program.inputs, roles, strict=True) if role in EXPERT_ROLES
+    }
     builder = Builder(program, inputs)
     for eq in program.equations:
         split = [name for name in eq.operands if name in parts]
         if not eq.op.startswith("torch.") or not split:
             builder.copy(eq)
             continue
-        name, role = eq.op.removeprefix("torch."), parts[split[0]]
+        name, whole = eq.op.removeprefix("torch."), parts[split[0]]
         scalars = all(not builder.types[o].dims for o in eq.operands if o not in parts)
-        same = all(parts[o] == role for o in split)
-        if name not in _ELEMENTWISE or not scalars or not same or len(eq.outputs) != 1:
+        same = all(parts[o] == whole for o in split)
+        divided = name in _DIVISIONS and (eq.operands[0] not in parts or len(split) > 1)  # by parts, which end in zeros
+        if name not in _ELEMENTWISE | _DIVISIONS or divided or not scalars or not same or len(eq.outputs) != 1:
             raise PlanError(
                 f"torch.{name} is called on {split[0]}, of which each rank holds a part. Between the arguments and "
                 "expert_apply only elementwise calls are possible there (to, mul, ...): do the rest outside."
             )
         var = eq.outputs[0]
-        parts[var.name] = role
+        parts[var.name] = whole
         part = Type(var.type.dtype, builder.types[split[0]].dims)
         builder.copy(replace(eq, outputs=(Var(var.name, part),)))
+    returned = [name for name in program.outputs if name in parts]
+    if returned:
+        raise PlanError(
+            f"the function returns {', '.join(returned)}, of which each rank holds a part: leave experts' parameters "
+            "out of what it returns."
+        )
     return builder.program(), parts
 
 
@@ -86,7 +103,7 @@ def sum_losses(program: Program, world: int) -> Program:
 
 
 def gather_weights(
-    program: Program, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, str], width: int
+    program: Program, layer: str, axes: Axes, plan: Plan, parts: Mapping[str, Part], width: int
 ) -> Program:
     """dp: gathers the whole experts on every rank, and keeps the tokens where they are.
 
@@ -99,40 +116,36 @@ def gather_weights(
         width: slots per expert that suffice on every rank (padded, with a capacity).
     """
     builder = Builder(program)
-    num_experts = 0
     for eq in program.equations:
         if eq.layer != layer or eq.op not in ("dispatch", "expert_apply", "combine"):
             builder.copy(eq)
             continue
         params: dict[str, Any] = {**dict(eq.params), "spec": None}
         if eq.op == "dispatch":
-            num_experts = params["num_experts"]
             params["layout"] = plan.layout
             if params["capacity"] is not None:  # this rank's own number
                 params["capacity"] = width if plan.layout == "padded" else None
             builder.emit(eq.op, eq.operands, [eq.outputs[0].name], like=eq, **params)
         elif eq.op == "expert_apply":
-            leaves = [_whole(builder, leaf, parts.get(leaf), axes, num_experts, eq) for leaf in eq.operands[1:]]
+            leaves = [_whole(builder, leaf, parts.get(leaf), axes, eq) for leaf in eq.operands[1:]]
             builder.emit(eq.op, [eq.operands[0], *leaves], [eq.outputs[0].name], like=eq, **params)
         else:
             builder.emit(eq.op, eq.operands, [eq.outputs[0].name], like=eq, **params)
     return builder.program()
 
 
-def _whole(builder: Builder, leaf: str, role: str | None, axes: Axes, num_experts: int, like: Equation) -> str:
+def _whole(builder: Builder, leaf: str, part: Part | None, axes: Axes, like: Equation) -> str:
     """The whole of a leaf of which each rank holds a part."""
-    if role is None:
+    if part is None:
         return leaf
-    hidden = hidden_dim(role, len(builder.types[leaf].dims))
+    hidden = hidden_dim(part.role, len(part.dims))
     gathers = [("ep", axes.ep, 0)]
     if hidden is not None:
         gathers.append(("dp", axes.dp, hidden))
     gathers = [g for g in gathers if g[1] > 1]
-    whole = int(builder.types[leaf].dims[0]) * axes.ep
-    keep = num_experts if whole != num_experts else None
     if not gathers:
         return leaf
-    axis, ranks, dim = (tuple(part) for part in zip(*gathers, strict=True))
+    axis, ranks, dim = (tuple(items) for items in zip(*gathers, strict=True))
     single = len(gathers) == 1
     return builder.one(
         "all_gather",
@@ -143,8 +156,14 @@ def _whole(builder: Builder, leaf: str, role: str | None, axes: Axes, num_expert
         axis=",".join(axis),
         ranks=ranks[0] if single else ranks,
         dim=dim[0] if single else dim,
-        **({} if keep is None else {"keep": keep}),
+        **kept_sizes(builder.types[leaf], part, gathers),
     )
+
+
+def kept_sizes(held: Type, part: Part, gathers: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
+    """The sizes to keep of gathered dims that would end in zeros, as a parameter of all_gather."""
+    keep = tuple((d, int(part.dims[d])) for _, ranks, d in gathers if int(held.dims[d]) * ranks != int(part.dims[d]))
+    return {"keep": keep} if keep else {}
 
 
 def overlap_gathers(program: Program) -> Program:

@@ -51,6 +51,8 @@ class ShardingSpec:
             problems.append(f"memory={self.memory!r}, but it must be whole bytes of at least 1, or None.")
         refuse_spec("ShardingSpec", problems)
         plans: Any = self.plan
+        if isinstance(plans, Mapping) and (not plans or not all(isinstance(name, str) for name in plans)):
+            raise PlanError(f"ShardingSpec: plan={plans!r}, but a mapping must name layers, such as 'moe.0'.")
         if isinstance(plans, (Mapping, _Plans)):
             plans = _Plans(tuple(sorted((name, as_plan(plan)) for name, plan in dict(plans).items())))
             each = list(dict(plans).items())
