@@ -30,7 +30,7 @@ def tokens_of(*sizes):
     return [torch.randn(t, M, dtype=torch.float64, generator=generator) for t in sizes]
 
 
-# --- capture -----------------------------------------------------------------------------------------------
+# --- capture ----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_random(fn, random):
         fmoe.trace(fn)(X)
 
 
-# --- which program runs ----------------------------------------------------------------------------------------
+# --- which program runs ----------------------------------------
 
 
 def test_arguments_in_another_order_are_another_call():
@@ -150,7 +150,7 @@ def test_simulated_ranks_run_their_own_programs():
         fmoe.simulate(other, parts, xs)
 
 
-# --- experts of the user's own --------------------------------------------------------------------------------------
+# --- experts of the user's own ----------------------------------------
 
 
 def own(fn, experts, hidden=None):
@@ -218,7 +218,7 @@ def test_what_a_function_makes_is_checked_under_a_plan(plan, fn, message):
         fmoe.simulate(planned, params, [x, x])
 
 
-# --- routings made by hand ------------------------------------------------------------------------------------------
+# --- routings made by hand ----------------------------------------
 
 
 def by_hand(experts, slots, capacity=None, num_experts=3):
@@ -232,7 +232,7 @@ def by_hand(experts, slots, capacity=None, num_experts=3):
 
 @pytest.mark.parametrize("plan", ["dp layout=padded", "ep layout=ragged", "ep layout=padded"])
 def test_routings_made_by_hand(plan):
-    config, params, _ = layer_of(3)
+    _, params, _ = layer_of(3)
     spec = fmoe.ShardingSpec(fmoe.make_mesh(3, world=2), plan=plan)
     (x,) = tokens_of(2)
 
@@ -257,12 +257,12 @@ def test_routings_made_by_hand(plan):
             run(by_hand(experts, slots, capacity))
 
 
-# --- parameters ----------------------------------------------------------------------------------------------------------
+# --- parameters ----------------------------------------
 
 
 def test_clipping_takes_what_torch_takes():
     def fresh():
-        p = torch.zeros(2, requires_grad=True)
+        p = torch.nn.Parameter(torch.zeros(2))
         p.grad = torch.tensor([3.0, 4.0])
         return p
 
@@ -310,7 +310,7 @@ def test_small_mistakes(make, error, message):
         make()
 
 
-# --- between ranks -------------------------------------------------------------------------------------------------------
+# --- between ranks ----------------------------------------
 
 
 def told(call):
@@ -360,7 +360,7 @@ def test_ranks_that_differ_are_told():
         assert "is a part of f64[4,8,2,6] on another mesh: make it by fmoe.local with this spec." in foreign
 
 
-# --- verification ----------------------------------------------------------------------------------------------------------
+# --- verification ----------------------------------------
 
 
 def test_pending_sums_do_not_leave_a_program():
