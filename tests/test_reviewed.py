@@ -266,10 +266,13 @@ def test_clipping_takes_what_torch_takes():
         p.grad = torch.tensor([3.0, 4.0])
         return p
 
-    module = torch.nn.Linear(1, 1, bias=False)
-    module.weight.grad = torch.full((1, 1), 5.0)
+    def module():
+        made = torch.nn.Linear(1, 1, bias=False)
+        made.weight.grad = torch.full((1, 1), 5.0)
+        return made
+
     kinds = [{"a": fresh()}.values(), {fresh()}, iter([fresh()]), torch.nn.ParameterList([fresh()]), {"a": fresh()}]
-    for parameters in (*kinds, module, module.parameters(), fresh()):
+    for parameters in (*kinds, module(), module().parameters(), fresh()):
         assert fmoe.clip_grad_norm_(parameters, 1.0).item() == pytest.approx(5.0)
     with pytest.raises(ValueError, match="parameters holds a str: give tensors"):
         fmoe.clip_grad_norm_(["w"], 1.0)
