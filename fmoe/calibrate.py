@@ -1,9 +1,9 @@
 """Measures the machine and the process group at hand, and fits a `Profile` to them.
 
-Every number is fitted to what programs run: experts to the ``expert_ffn`` equation, collectives to those of
-`ops`, over the groups that plans use. All ranks measure at the same time, as they work at the same time; a
-repetition takes what its slowest rank took, a measurement is the median of repetitions after a warm-up, and
-every rank ends with the same numbers.
+Every number is fitted to equations that programs run, and in the units in which they are priced: experts to
+``expert_ffn``, memory to ``encode`` and ``decode``, collectives over the groups that plans use. All ranks
+measure at the same time, as they work at the same time; a repetition takes what its slowest rank took, a
+measurement is the median of repetitions after a warm-up, and every rank ends with the same numbers.
 
     collective   t = alpha + S / bandwidth   least squares of relative errors, in one or two segments of S
     experts      the efficiency curve is that of the main dtype; the peak of a dtype is its best speed
