@@ -270,7 +270,8 @@ class Pricer:
                 hidden += self._pre_activation(eq)
         tensors = {name for name in kept if self.types[name].kind == "tensor"}
         tensors -= {var.name for var in self.program.inputs}
-        spread = [load.fullest(self.axes[name].ep) for name, load in self.loads.items() if name in self.axes]
+        ragged = {eq.layer for eq in self.program.equations if eq.op == "to_host"}  # others do not grow with the load
+        spread = [load.fullest(self.axes[name].ep) for name, load in self.loads.items() if name in ragged]
         ratio = max(spread, default=1.0)
         return 2.0 * inputs + ratio * (sum(self.types[name].bytes for name in tensors) + hidden) + 2 * largest
 

@@ -40,6 +40,8 @@ STALE = 200
 STEP = 1.25
 #: Weight of the last step in the running mean of the load.
 WEIGHT = 0.25
+#: How far the mean must be from the kind of load that plans are chosen for, to choose for another.
+LEFT_BEHIND = 0.75
 #: Plans that are predicted to take this much longer than the best are not worth a trial.
 HOPELESS = 2.0
 
@@ -134,10 +136,27 @@ class Bucket:
         """The kind of a load; even where none is given."""
         if load is None:
             return cls()
-        parts = model.spec.mesh.expert
-        ratios = [(name, Load(tuple(load[name])).fullest(parts)) for name in model.names if name in load]
-        levels = tuple((name, round(math.log(ratio) / math.log(STEP))) for name, ratio in ratios)
-        return cls(levels if any(level for _, level in levels) else ())
+        levels = [(name, round(_excess(model, name, load[name]))) for name in model.names if name in load]
+        return cls(tuple(levels) if any(level for _, level in levels) else ())
+
+
+def _excess(model: Model, name: str, counts: Sequence[float]) -> float:
+    """The fullest part of the experts over the mean, in powers of `STEP`, after what a capacity drops."""
+    layer = next(layer for layer in model.traced.layers if layer.name == name)
+    rule = None if layer.gate is None else layer.gate.param("capacity")
+    if rule is not None and rule.ratio is not None and sum(counts) > 0:
+        most = rule.ratio[0] / rule.ratio[1] * sum(counts) / len(counts)
+        counts = [min(c, most) for c in counts]
+    return math.log(Load(tuple(counts)).fullest(model.spec.mesh.expert)) / math.log(STEP)
+
+
+def _load_of(model: Model, name: str, level: float) -> tuple[float, ...]:
+    """Choices of each expert whose fullest part has `level`, the others being alike."""
+    experts, parts = next(x.num_experts for x in model.traced.layers if x.name == name), model.spec.mesh.expert
+    each = -(-experts // parts)
+    full = min(STEP**level, float(parts)) / parts
+    rest = 1.0 - full
+    return tuple(full / each if e < each else rest / max(1, experts - each) for e in range(experts))
 
 
 @dataclass(frozen=True)
@@ -149,7 +168,9 @@ class State:
         measured: (bucket, assignment) to the last (step, seconds) it took.
         chosen: the assignment that runs.
         fixed: whether the user chose it.
-        load: running mean of the choices of each expert, by layer.
+        means: by layer, the running mean of the excess of the fullest part, in powers of `STEP`.
+        load: by layer, choices of each expert that stand for the kind of load for which plans are chosen;
+            it follows the means, and moves only when they have left it behind.
         step: how many steps were observed.
     """
 
@@ -157,6 +178,7 @@ class State:
     measured: Mapping[tuple[Bucket, Assignment], tuple[tuple[int, float], ...]] = field(default_factory=dict)
     chosen: Assignment | None = None
     fixed: bool = False
+    means: Mapping[str, float] = field(default_factory=dict)
     load: Mapping[str, tuple[float, ...]] | None = None
     step: int = 0
 
@@ -245,18 +267,18 @@ def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]]
         ValueError: if the load does not fit; nothing has changed.
     """
     check_load(state, load)
-    mean = state.load
-    if load is not None:
-        before = {name: tuple(map(float, counts)) for name, counts in load.items()} if mean is None else mean
-        mean = {
-            name: tuple((1 - WEIGHT) * a + WEIGHT * b for a, b in zip(before[name], counts, strict=True))
-            for name, counts in load.items()
-        }
-    measured = dict(state.measured)
+    model, measured = state.model, dict(state.measured)
     if not state.fixed and math.isfinite(seconds) and seconds > 0:
-        key = (Bucket.of(load, state.model), plans)
+        key = (Bucket.of(state.load, model), plans)  # the kind of load that the plans were chosen for
         measured[key] = (*measured.get(key, ()), (state.step, seconds))[-KEPT:]
-    return replace(state, measured=measured, chosen=plans, load=mean, step=state.step + 1)
+    means, held = dict(state.means), dict(state.load or {})
+    for name, counts in (load or {}).items():
+        excess = _excess(model, name, counts)
+        means[name] = (1 - WEIGHT) * means.get(name, excess) + WEIGHT * excess
+        level = _excess(model, name, held[name]) if name in held else math.inf
+        if abs(means[name] - level) > LEFT_BEHIND:
+            held[name] = _load_of(model, name, round(means[name]))
+    return replace(state, measured=measured, chosen=plans, means=means, load=held or None, step=state.step + 1)
 
 
 def check_load(state: State, load: Mapping[str, Sequence[float]] | None) -> None:
