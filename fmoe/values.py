@@ -26,9 +26,19 @@ def cast_leaves(tree: Any, dtype: torch.dtype | None = None, device: torch.devic
 
 @value
 class RouterParams:
-    """Parameters of a router: ``weight [M,E]``, so that ``logits = x @ weight``."""
+    """Parameters of a router.
+
+    Attributes:
+        weight: ``[M,E]``, so that ``logits = x @ weight``; ``[P,E]`` behind a projection.
+        noise_weight: ``[M,E]``, of `NoisyTopK`.
+        projection: ``[M,P]``, of `Cosine`.
+        log_scale: scalar, of `Cosine`.
+    """
 
     weight: Tensor
+    noise_weight: Tensor | None = None
+    projection: Tensor | None = None
+    log_scale: Tensor | None = None
 
 
 @value

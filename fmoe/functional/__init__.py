@@ -11,14 +11,18 @@ from .losses import router_entropy as router_entropy
 from .losses import squared_variation as squared_variation
 from .losses import z_loss as z_loss
 from .moe import moe as moe
+from .routers import bias_update as bias_update
+from .routers import l1_update as l1_update
 
 __all__ = [
     "balance_loss",
+    "bias_update",
     "combine",
     "dispatch",
     "expert_apply",
     "gate",
     "importance_loss",
+    "l1_update",
     "load_loss",
     "moe",
     "router_entropy",

@@ -18,8 +18,9 @@ class Sums(NamedTuple):
     """What the losses of a gate are made of: sums over tokens, which ranks can add up.
 
     Attributes:
-        parts: two of ``[E]``, softmax and chance to be chosen; or (``scope="group"``) one of ``[3]``,
-            the losses of each group times its tokens.
+        parts: with ``scope="global"`` some of ``[E]``: the router's mass (softmax, as a rule), chance to be
+            chosen, and what else its balance loss is made of; otherwise one of ``[3]``, the losses of
+            each group times its tokens.
         z: scalar, squared logsumexp.
         entropy: scalar.
         tokens: scalar, how many.
@@ -41,12 +42,12 @@ class Sums(NamedTuple):
         return torch.cat([part.to(torch.float64) for part in parts])
 
     @classmethod
-    def unpacked(cls, packed: Tensor, num_experts: int, dtype: torch.dtype) -> Sums:
+    def unpacked(cls, packed: Tensor, num_experts: int, dtype: torch.dtype, scope: str) -> Sums:
         """The sums that were `packed`."""
         first, scalars, counts, dropped = packed.split([packed.shape[0] - num_experts - 4, 3, num_experts, 1])
         z, entropy, tokens = scalars.to(dtype).unbind(0)
         whole = [part.round().to(torch.int64) for part in (counts, dropped)]
-        parts = first.to(dtype).chunk(2) if first.shape[0] == 2 * num_experts else (first.to(dtype),)
+        parts = first.to(dtype).split(num_experts if scope == "global" else 3)
         return cls(tuple(parts), z, entropy, tokens, whole[0], whole[1].squeeze(0))
 
 
@@ -54,8 +55,9 @@ def finish(sums: Sums, router: Any) -> Aux:
     """The losses and statistics that a gate returns."""
     n = sums.tokens.clamp(min=1)
     if router.scope == "global":
-        probs, chance = sums.parts
-        losses = [balance_of(probs / n, sums.counts), squared_variation(probs), squared_variation(chance)]
+        mass, chance, *firsts = sums.parts
+        balance = router.balance(mass / n, sums.counts, sums.tokens, *firsts)
+        losses = [balance, squared_variation(mass), squared_variation(chance)]
     else:
         losses = list((sums.parts[0] / n).unbind(0))
     z, entropy = (torch.stack([sums.z, sums.entropy]) / n).unbind(0)
@@ -107,9 +109,10 @@ def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -
     return balance_of(mean_over_tokens(probs, mask), counts)
 
 
-def balance_of(mean: Tensor, counts: Tensor) -> Tensor:
-    """`balance_loss` from the mean softmax ``[E]``."""
-    return (counts * (mean * mean.shape[0])).sum(0) / counts.sum(0).clamp(min=1)
+def balance_of(mean: Tensor, counts: Tensor, *, total: Tensor | None = None) -> Tensor:
+    """`balance_loss` from the mean softmax ``[E]``; `total` is what counts are shares of, if not their sum."""
+    total = counts.sum(0) if total is None else total
+    return (counts * (mean * mean.shape[0])).sum(0) / total.clamp(min=1)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from .combine import combine
 from .config import MoEConfig
 from .dispatch import dispatch
 from .experts import expert_apply
-from .gate import gate
+from .gate import gate, replay_ids
 from .specs import spec_problems
 
 
@@ -28,7 +28,8 @@ def moe(
         x: ``[..., M]`` tokens, any leading shape.
         config: sizes and choices.
         spec: a sharding spec; None for one device.
-        **gate_arguments: keyword arguments of `gate`: capacity (in place of the config's), groups, noise, mask.
+        **gate_arguments: keyword arguments of `gate`: capacity (in place of the config's), groups, noise, mask,
+            token_ids, bias, replay.
 
     Returns:
         y, of x's shape and dtype, and the auxiliary losses and statistics.
@@ -49,6 +50,8 @@ def moe(
         Shazeer et al., "Outrageously large neural networks" (arXiv 1701.06538).
     """
     _check(params, config)
+    if "replay" in gate_arguments:
+        gate_arguments["replay"] = replay_ids(gate_arguments["replay"])
     if spec is not None and recorder() is None:
         refuse("moe", spec_problems(spec))
         result: tuple[Tensor, Aux] = under_spec("moe")(params, x, config, spec=spec, **gate_arguments)
@@ -70,7 +73,7 @@ def _check(params: MoEParams, config: MoEConfig) -> None:
     if not isinstance(params, MoEParams):
         refuse("moe", [f"params is a {type(params).__name__}: give an fmoe.MoEParams, as fmoe.init makes."])
     problems, weight = [], params.router.weight
-    if tuple(weight.shape) != (config.model_dim, config.num_experts):
+    if tuple(weight.shape) != config.router.parameters(config.model_dim, config.num_experts)["weight"]:
         problems.append(
             f"params.router.weight is {type_text(weight)}, but config has model_dim={config.model_dim} and "
             f"num_experts={config.num_experts}."
