@@ -135,3 +135,7 @@ class Routing:
     num_experts: int = static(default=0)
     shape: tuple[int, ...] = static(default=())
     capacity: int | None = static(default=None)
+
+
+# torch.load(..., weights_only=True) reads them: tensors and plain numbers in a frozen record
+torch.serialization.add_safe_globals([RouterParams, ExpertParams, MoEParams, Aux, Routing])

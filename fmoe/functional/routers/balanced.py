@@ -139,8 +139,6 @@ class Base(Router):
     balanced: bool = True
     scope: Scope = "global"
 
-    causal: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         refuse("Base", flag("balanced", self.balanced) + option("scope", self.scope, Scope))
 
@@ -148,6 +146,11 @@ class Base(Router):
     def whole_batch(self) -> bool:  # type: ignore[override]
         """Whether tokens are shared out."""
         return self.balanced
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        """Whether each token goes its own way."""
+        return not self.balanced
 
     def choices(self, num_experts: int) -> int:
         """One."""
