@@ -261,3 +261,4 @@ def test_expert_choice_keeps_few_rows():
     assert routing.counts.tolist() == [4] * 4
     tokens = F.dispatch(rand(12, 4), routing, layout="padded")
     assert tokens.data.shape == (4, 4, 4)
+    assert F.dispatch(rand(12, 4), routing).data.shape == (16, 4)
