@@ -29,6 +29,7 @@ from .functional.routers import ReLU as ReLU
 from .functional.routers import Router as Router
 from .functional.routers import Sigmoid as Sigmoid
 from .functional.routers import Sinkhorn as Sinkhorn
+from .functional.routers import SoftMoE as SoftMoE
 from .functional.routers import SqrtSoftplus as SqrtSoftplus
 from .functional.routers import TopK as TopK
 from .functional.routers import TopP as TopP
@@ -84,6 +85,7 @@ __all__ = [
     "ShardingSpec",
     "Sigmoid",
     "Sinkhorn",
+    "SoftMoE",
     "SpecError",
     "SqrtSoftplus",
     "Tokens",

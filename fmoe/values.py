@@ -33,12 +33,14 @@ class RouterParams:
         noise_weight: ``[M,E]``, of `NoisyTopK`.
         projection: ``[M,P]``, of `Cosine`.
         log_scale: scalar, of `Cosine`.
+        scale: scalar, of `SoftMoE`, whose weight is ``[M,E,p]``.
     """
 
     weight: Tensor
     noise_weight: Tensor | None = None
     projection: Tensor | None = None
     log_scale: Tensor | None = None
+    scale: Tensor | None = None
 
 
 @value

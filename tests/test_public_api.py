@@ -26,7 +26,7 @@ VALUES = [PARAMS, PARAMS.experts, PARAMS.router, ROUTING, ROUTING.aux, TOKENS, d
 CHOICES = [
     CONFIG, fmoe.TopK(2), fmoe.Capacity(1.25), fmoe.Capacity(1.0, priority="batch"), fmoe.NoisyTopK(2), fmoe.GShard(),
     fmoe.Cosine(2), fmoe.Sigmoid(2, expert_groups=2), fmoe.SqrtSoftplus(2), fmoe.TopP(0.5), fmoe.ReLU(2), fmoe.Hash(),
-    fmoe.ExpertChoice(), fmoe.Base(), fmoe.Sinkhorn(), fmoe.Prototypes(2),
+    fmoe.ExpertChoice(), fmoe.Base(), fmoe.Sinkhorn(), fmoe.Prototypes(2), fmoe.SoftMoE(2),
 ]  # fmt: skip
 
 

@@ -14,6 +14,8 @@ X = torch.zeros(5, 6)
 WEIGHT = torch.zeros(6, 4)
 PARAMS = fmoe.RouterParams(WEIGHT)
 
+SOFT = fmoe.MoEConfig(4, 6, 5, router=fmoe.SoftMoE())
+
 
 def gate(router, params=PARAMS, **given):
     return F.gate(params, X, router, **given)
@@ -140,6 +142,32 @@ CASES = {
     "epsilon": (
         lambda: fmoe.NoisyTopK(2, epsilon=0.0),
         "NoisyTopK: epsilon=0.0, but it must be a finite number above 0.",
+    ),
+    "gate of soft slots": (
+        lambda: gate(fmoe.SoftMoE()),
+        "gate: router=SoftMoE(slots_per_expert=1) mixes tokens and chooses no experts: give it to moe or soft_moe.",
+    ),
+    "capacity of soft slots": (
+        lambda: fmoe.MoEConfig(4, 6, 5, router=fmoe.SoftMoE(), capacity=1.0),
+        "MoEConfig: capacity=1.0, but SoftMoE gives every expert its number of tokens: leave it out.",
+    ),
+    "groups of soft slots": (
+        lambda: fmoe.moe(fmoe.init(SOFT, seed=0), X, SOFT, groups=5),
+        "moe: groups was given, but SoftMoE does not use it: leave it out.",
+    ),
+    "soft slots of one token": (
+        lambda: F.soft_moe(fmoe.init(SOFT, seed=0), X[0], SOFT.router),
+        "soft_moe: x is f32[6], but it must be floating sequences [..., L, M].",
+    ),
+    "soft slots of another number": (
+        lambda: F.soft_moe(fmoe.init(SOFT, seed=0), X, fmoe.SoftMoE(3), mask=torch.ones(5)),
+        "soft_moe: 2 arguments do not fit.\n"
+        "  params.router.weight is f32[6,4,1], but M=6 and slots_per_expert=3 make it [M,E,p].\n"
+        "  mask is f32[5], but it must be bool of x's leading shape [5], True to keep.",
+    ),
+    "slots": (
+        lambda: fmoe.SoftMoE(0),
+        "SoftMoE: slots_per_expert=0, but it must be a whole number of at least 1.",
     ),
     "replay of other tokens": (
         lambda: gate(fmoe.TopK(2), replay=F.gate(PARAMS, X[:3], fmoe.TopK(2))),

@@ -357,6 +357,78 @@ def test_hard_logits(name):
         assert tied.experts[0, 0] == 0
 
 
+# --- soft slots --------------------------------------------------------------------------------------------------
+
+
+def soft_restated(x, weight, scale, w_in, w_out):
+    """One sequence ``[L,M]``, in loops."""
+    slots = weight.shape[1] * weight.shape[2]
+    phi = weight.reshape(M, slots)
+    logits = np.zeros((len(x), slots))
+    for t in range(len(x)):
+        for s in range(slots):
+            norms = max(np.linalg.norm(x[t]), 1e-150) * np.linalg.norm(phi[:, s])
+            logits[t, s] = scale * (x[t] @ phi[:, s]) / norms
+    made = []
+    for s in range(slots):
+        mixed = softmax(logits[:, s]) @ x
+        e = s // weight.shape[2]
+        made.append(np.maximum(mixed @ w_in[e], 0) @ w_out[e])
+    return np.array([softmax(logits[t]) @ np.array(made) for t in range(len(x))])
+
+
+def soft_layer(slots=2):
+    config, params = parameters(fmoe.SoftMoE(slots))
+    held = dataclasses.replace(params.router, scale=torch.tensor(1.7, dtype=torch.float64))
+    return config, dataclasses.replace(params, router=held)
+
+
+def test_soft_slots():
+    """Random, equal, single and long sequences; a batch is sequence by sequence; masked tokens count for nothing."""
+    config, params = soft_layer()
+    held = [params.router.weight, params.router.scale, params.experts.w_in, params.experts.w_out]
+    numbers = [leaf.numpy() for leaf in held]
+    for kind in ("random", "tied", "one-sided", "one token"):
+        x = INPUTS[kind]()
+        y, aux = fmoe.moe(params, tensor(x), config)
+        assert_close(y, tensor(soft_restated(x, *numbers)))
+        assert aux.counts.tolist() == [2] * E
+    xs = tensor(rng(4).normal(size=(2, 3, 7, M)))
+    y, aux = fmoe.moe(params, xs, config)
+    assert aux.counts.tolist() == [12] * E
+    assert_close(y[1, 2], tensor(soft_restated(xs[1, 2].numpy(), *numbers)))
+    assert_close(torch.func.vmap(lambda x: fmoe.moe(params, x, config)[0])(xs), y)
+    mask = torch.ones(2, 3, 7, dtype=torch.bool)
+    mask[1, 2, 4:] = False
+    y, aux = fmoe.moe(params, torch.where(mask[..., None], xs, torch.nan), config, mask=mask)
+    assert_close(y[1, 2, :4], tensor(soft_restated(xs[1, 2, :4].numpy(), *numbers)))
+    assert bool((y[1, 2, 4:] == 0).all())
+    assert fmoe.moe(params, xs[:, :, :0], config)[0].shape == (2, 3, 0, M)
+    leaves = [leaf.clone().requires_grad_() for leaf in (xs[0, 0], *held)]
+
+    def layer(x, weight, scale, w_in, w_out):
+        layer = fmoe.MoEParams(fmoe.RouterParams(weight, scale=scale), fmoe.ExpertParams(w_in, w_out))
+        return fmoe.moe(layer, x, config)[0]
+
+    assert torch.autograd.gradcheck(layer, leaves)
+
+
+@pytest.mark.parametrize("plan", ["dp", "ep r=1", "ep r=2 layout=padded"])
+def test_soft_slots_under_every_plan(plan):
+    """Each rank mixes its own tokens, whatever their number."""
+    config, params = soft_layer()
+    xs = [tensor(rng(r).normal(size=(n, M))) for r, n in enumerate((3, 1, 5, 4, 2, 7, 3, 6))]
+    spec = fmoe.ShardingSpec(fmoe.make_mesh(E, world=8), plan=plan)
+    planned = fmoe.trace(lambda p, x: fmoe.moe(p, x, config))(params, xs[0]).plan(spec)
+    outs = fmoe.simulate(planned, params, xs)
+    for (y, _), x in zip(outs, xs, strict=True):
+        assert_close(y, fmoe.moe(params, x, config)[0])
+    grads = torch.func.grad(lambda p: sum(y.sin().sum() for y, _ in fmoe.simulate(planned, p, xs)))(params)
+    wanted = torch.func.grad(lambda p: sum(fmoe.moe(p, x, config)[0].sin().sum() for x in xs))(params)
+    for a, b in zip(pytree.tree_leaves(grads), pytree.tree_leaves(wanted), strict=True):
+        assert_close(a, b)
+
+
 # --- transforms --------------------------------------------------------------------------------------------------
 
 SUBJECTS = router_subjects()

@@ -18,6 +18,7 @@ from .losses import z_loss as z_loss
 from .moe import moe as moe
 from .routers import bias_update as bias_update
 from .routers import l1_update as l1_update
+from .soft import soft_moe as soft_moe
 
 __all__ = [
     "balance_loss",
@@ -36,6 +37,7 @@ __all__ = [
     "moe",
     "router_entropy",
     "sequence_loss",
+    "soft_moe",
     "squared_variation",
     "z_loss",
 ]

@@ -150,6 +150,8 @@ def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
 
 
 def _check(router_params: RouterParams, x: Tensor, router: Router, given: dict[str, Any], spec: Any) -> None:
+    if isinstance(router, Router) and not router.routes:
+        refuse("gate", [f"router={router!r} mixes tokens and chooses no experts: give it to moe or soft_moe."])
     weight = router_params.weight
     problems = []
     matrix = weight.dim() == 2 and weight.shape[1] >= 1

@@ -15,6 +15,8 @@ from .config import MoEConfig
 from .dispatch import dispatch
 from .experts import expert_apply
 from .gate import gate, replay_ids
+from .routers.soft import SoftMoE
+from .soft import soft_moe
 from .specs import spec_problems
 
 
@@ -56,6 +58,8 @@ def moe(
         refuse("moe", spec_problems(spec))
         result: tuple[Tensor, Aux] = under_spec("moe")(params, x, config, spec=spec, **gate_arguments)
         return result
+    if isinstance(config.router, SoftMoE):
+        return _soft(params, x, config, config.router, spec, gate_arguments)
     capacity = gate_arguments.setdefault("capacity", config.capacity)
     layout = config.layout or ("ragged" if capacity is None else "padded")
     routing = gate(params.router, x, config.router, spec=spec, **gate_arguments)
@@ -67,6 +71,17 @@ def moe(
     y = combine(tokens, routing, spec=spec)
     assert routing.aux is not None
     return y.to(x.dtype), routing.aux
+
+
+def _soft(
+    params: MoEParams, x: Tensor, config: MoEConfig, router: SoftMoE, spec: Any, arguments: dict[str, Any]
+) -> tuple[Tensor, Aux]:
+    unused = [name for name, given in arguments.items() if name != "mask" and given is not None]
+    refuse("moe", [f"{name} was given, but SoftMoE does not use it: leave it out." for name in unused])
+    return soft_moe(
+        params, x, router, activation=config.activation, fn=config.fn, mask=arguments.get("mask"),
+        layout=config.layout, dtype=config.dtype, spec=spec,
+    )  # fmt: skip
 
 
 def _check(params: MoEParams, config: MoEConfig) -> None:

@@ -27,11 +27,13 @@ from ..functional.routers import (
     Router,
     Sigmoid,
     Sinkhorn,
+    SoftMoE,
     SqrtSoftplus,
     TopP,
 )
+from ..functional.soft import soft_moe
 from ..ops.assign import balanced_assignment
-from ..values import RouterParams
+from ..values import ExpertParams, MoEParams, RouterParams
 from .subjects import E, K, M, Subject, T, _best, _rand, one_hot
 
 NOISE = _rand(T, E, seed=40)
@@ -212,7 +214,32 @@ def _assignment_subject() -> Subject:
     return Subject("balanced_assignment", assigned, lambda z: (z * _assigned(z)).sum(-1, keepdim=True), (scores,))
 
 
+def _soft_subject() -> Subject:
+    router = SoftMoE(2)
+    w_in, w_out = _rand(E, M, 2, seed=53), _rand(E, 2, M, seed=54)
+
+    def soft(x: Tensor, weight: Tensor, scale: Tensor, w_in: Tensor, w_out: Tensor) -> Any:
+        params = MoEParams(RouterParams(weight, scale=scale), ExpertParams(w_in, w_out))
+        y, aux = soft_moe(params, x, router, activation="silu")
+        return y, aux.z, aux.importance, aux.entropy
+
+    def plain(x: Tensor, weight: Tensor, scale: Tensor, w_in: Tensor, w_out: Tensor) -> Any:
+        phi = weight.flatten(1)
+        norms = x.square().sum(1, keepdim=True).sqrt() * phi.square().sum(0).sqrt()
+        logits = scale * (x @ phi) / norms
+        slots = (logits.softmax(0).mT @ x).unflatten(0, (E, 2))
+        hidden = slots @ w_in
+        made = ((hidden / (1 + (-hidden).exp())) @ w_out).flatten(0, 1)
+        c = logits.softmax(1)
+        mass = c.sum(0).unflatten(0, (E, 2)).sum(1)
+        spread = mass.var(correction=0) / mass.mean().square()
+        return c @ made, logits.logsumexp(1).square().mean(), spread, -(c * c.log()).sum(1).mean()
+
+    args = (_rand(T, M, seed=50), _rand(M, E, 2, seed=55), torch.tensor(1.3, dtype=torch.float64), w_in, w_out)
+    return Subject("soft_moe", soft, plain, args)
+
+
 def router_subjects() -> dict[str, Subject]:
     """All routers but `TopK`, which the whole layer has, and the operation that they add."""
-    every = [_assignment_subject(), *map(_subject, ROUTERS)]
+    every = [_assignment_subject(), *map(_subject, ROUTERS), _soft_subject()]
     return {subject.name: subject for subject in every}

@@ -10,6 +10,7 @@ from .base import Router as Router
 from .directions import Cosine as Cosine
 from .directions import Prototypes as Prototypes
 from .hashed import Hash as Hash
+from .soft import SoftMoE as SoftMoE
 from .topk import GShard as GShard
 from .topk import NoisyTopK as NoisyTopK
 from .topk import TopK as TopK

@@ -78,6 +78,7 @@ class Router:
             choices there are, not of K per token.
         fills: whether all K columns hold an expert.
         takes_capacity: whether choices may be dropped.
+        routes: whether it makes choices at all, so that `gate` takes it.
     """
 
     takes: ClassVar[tuple[str, ...]] = ()
@@ -87,6 +88,7 @@ class Router:
     variable: ClassVar[bool] = False
     fills: ClassVar[bool] = True
     takes_capacity: ClassVar[bool] = True
+    routes: ClassVar[bool] = True
     sums: ClassVar[int] = 2  # tensors [E] that the losses over all tokens need
     scope: Scope = "global"
 
@@ -158,6 +160,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     dtype = accumulation_dtype(x.dtype, weight.dtype)
     with without_autocast(x.device.type):
         return x.to(dtype) @ weight.to(dtype)
+
+
+def unit(x: Tensor, dim: int) -> Tensor:
+    """Divided by the norm; the largest entry first, so that no square overflows or vanishes."""
+    tiny = torch.finfo(x.dtype).tiny
+    x = x / x.detach().abs().amax(dim, keepdim=True).clamp(min=tiny)
+    return x * x.square().sum(dim, keepdim=True).clamp(min=tiny).rsqrt()
 
 
 def pick(table: Tensor, experts: Tensor) -> Tensor:

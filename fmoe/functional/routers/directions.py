@@ -27,6 +27,7 @@ from .base import (
     option,
     pick,
     shares,
+    unit,
     whole,
 )  # fmt: skip
 
@@ -105,7 +106,7 @@ class Cosine(Router):
         """Cosines over the temperature."""
         dtype = accumulation_dtype(given.x.dtype, params.weight.dtype)
         x = given.x if params.projection is None or self.dim is None else linear(given.x, params.projection)
-        cosines = linear(_unit(x.to(dtype), 1), _unit(params.weight.to(dtype), 0))
+        cosines = linear(unit(x.to(dtype), 1), unit(params.weight.to(dtype), 0))
         if self.learned:
             assert params.log_scale is not None
             logits = cosines * params.log_scale.to(dtype).clamp(max=-math.log(self.FLOOR)).exp()
@@ -118,13 +119,6 @@ class Cosine(Router):
         """The softmax of the chosen."""
         weights = pick(scores.gates, experts)
         return shares(weights, experts) if adds_up(self.normalize, self.k) else weights
-
-
-def _unit(x: Tensor, dim: int) -> Tensor:
-    """Divided by the norm; the largest entry first, so that no square overflows or vanishes."""
-    tiny = torch.finfo(x.dtype).tiny
-    x = x / x.detach().abs().amax(dim, keepdim=True).clamp(min=tiny)
-    return x * x.square().sum(dim, keepdim=True).clamp(min=tiny).rsqrt()
 
 
 @dataclass(frozen=True)
