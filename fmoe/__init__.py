@@ -18,7 +18,21 @@ from .functional.config import MoEConfig as MoEConfig
 from .functional.experts import ExpertFunction as ExpertFunction
 from .functional.init import init as init
 from .functional.moe import moe as moe
+from .functional.routers import Base as Base
+from .functional.routers import Cosine as Cosine
+from .functional.routers import ExpertChoice as ExpertChoice
+from .functional.routers import GShard as GShard
+from .functional.routers import Hash as Hash
+from .functional.routers import NoisyTopK as NoisyTopK
+from .functional.routers import Prototypes as Prototypes
+from .functional.routers import ReLU as ReLU
+from .functional.routers import Router as Router
+from .functional.routers import Sigmoid as Sigmoid
+from .functional.routers import Sinkhorn as Sinkhorn
+from .functional.routers import SoftMoE as SoftMoE
+from .functional.routers import SqrtSoftplus as SqrtSoftplus
 from .functional.routers import TopK as TopK
+from .functional.routers import TopP as TopP
 from .functional.tokens import Tokens as Tokens
 from .ops.grouped import grouped_matmul as grouped_matmul
 from .sharding.distribute import clip_grad_norm_ as clip_grad_norm_
@@ -45,24 +59,38 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "Aux",
+    "Base",
     "Capacity",
     "CollectiveError",
     "Compiled",
+    "Cosine",
+    "ExpertChoice",
     "ExpertFunction",
     "ExpertParams",
+    "GShard",
+    "Hash",
     "Mesh",
     "MoEConfig",
     "MoEParams",
+    "NoisyTopK",
     "Plan",
     "PlanError",
     "Planned",
     "ProgramError",
+    "Prototypes",
+    "ReLU",
+    "Router",
     "RouterParams",
     "Routing",
     "ShardingSpec",
+    "Sigmoid",
+    "Sinkhorn",
+    "SoftMoE",
     "SpecError",
+    "SqrtSoftplus",
     "Tokens",
     "TopK",
+    "TopP",
     "TraceError",
     "Traced",
     "auto",

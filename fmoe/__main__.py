@@ -113,10 +113,11 @@ def _show(given: argparse.Namespace) -> int:
 def _transforms(
     parser: argparse.ArgumentParser, backend: str, rows: Sequence[str] | None, names: Sequence[str] | None
 ) -> int:
+    from .transforms.routers import router_subjects
     from .transforms.subjects import subjects
     from .transforms.table import ROWS, run_cell
 
-    every = subjects()
+    every = {**subjects(), **router_subjects()}
     for what, chosen, known in (("row", rows, ROWS), ("subject", names, every), ("backend", [backend], _backends())):
         for name in chosen or ():
             if name not in known:

@@ -26,9 +26,21 @@ def cast_leaves(tree: Any, dtype: torch.dtype | None = None, device: torch.devic
 
 @value
 class RouterParams:
-    """Parameters of a router: ``weight [M,E]``, so that ``logits = x @ weight``."""
+    """Parameters of a router.
+
+    Attributes:
+        weight: ``[M,E]``, so that ``logits = x @ weight``; ``[P,E]`` behind a projection.
+        noise_weight: ``[M,E]``, of `NoisyTopK`.
+        projection: ``[M,P]``, of `Cosine`.
+        log_scale: scalar, of `Cosine`.
+        scale: scalar, of `SoftMoE`, whose weight is ``[M,E,p]``.
+    """
 
     weight: Tensor
+    noise_weight: Tensor | None = None
+    projection: Tensor | None = None
+    log_scale: Tensor | None = None
+    scale: Tensor | None = None
 
 
 @value
@@ -125,3 +137,7 @@ class Routing:
     num_experts: int = static(default=0)
     shape: tuple[int, ...] = static(default=())
     capacity: int | None = static(default=None)
+
+
+# torch.load(..., weights_only=True) reads them: tensors and plain numbers in a frozen record
+torch.serialization.add_safe_globals([RouterParams, ExpertParams, MoEParams, Aux, Routing])

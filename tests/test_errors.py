@@ -45,7 +45,7 @@ CASES = {
         "TopK: 3 arguments do not fit.\n"
         "  order='topk': choose one of 'softmax_topk', 'topk_softmax'.\n"
         "  noise_std=0, but it must be a finite number above 0.\n"
-        "  scope='batch': choose one of 'global', 'group'.",
+        "  scope='batch': choose one of 'global', 'group', 'local'.",
     ),
     "normalize contradicts": (
         lambda: fmoe.TopK(2, order="topk_softmax", normalize=False),

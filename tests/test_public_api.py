@@ -23,6 +23,12 @@ ROUTING = F.gate(PARAMS.router, X, CONFIG.router, capacity=1.0)
 TOKENS = F.expert_apply(PARAMS.experts, F.dispatch(X, ROUTING))
 VALUES = [PARAMS, PARAMS.experts, PARAMS.router, ROUTING, ROUTING.aux, TOKENS, dataclasses.replace(ROUTING, aux=None)]
 
+CHOICES = [
+    CONFIG, fmoe.TopK(2), fmoe.Capacity(1.25), fmoe.Capacity(1.0, priority="batch"), fmoe.NoisyTopK(2), fmoe.GShard(),
+    fmoe.Cosine(2), fmoe.Sigmoid(2, expert_groups=2), fmoe.SqrtSoftplus(2), fmoe.TopP(0.5), fmoe.ReLU(2), fmoe.Hash(),
+    fmoe.ExpertChoice(), fmoe.Base(), fmoe.Sinkhorn(), fmoe.Prototypes(2), fmoe.SoftMoE(2),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("module", [fmoe, F])
 def test_every_name_is_declared(module):
@@ -89,7 +95,7 @@ def test_values_print_their_types():
     ]
 
 
-@pytest.mark.parametrize("held", [CONFIG, fmoe.TopK(2), fmoe.Capacity(1.25)])
+@pytest.mark.parametrize("held", [*CHOICES])
 def test_choices_compare_hash_copy_and_pickle(held):
     again = eval(repr(held), {**vars(fmoe), "torch": torch})
     assert again == held

@@ -7,12 +7,14 @@ import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from .._errors import is_whole, refuse
 
+Priority = Literal["token", "batch"]
 _AS_NEEDED = "as_needed"
 _DIGITS = 10**6  # factors are exact to six decimals
 
@@ -28,12 +30,17 @@ class Capacity:
     in exact arithmetic: a float is read as the decimal number it prints as, so 1.1 is 11/10 (to six
     decimals). With
     ``factor="as_needed"``, C_g is the load of the fullest expert, so nothing is dropped, unless
-    `maximum` caps it. Drops depend on the tokens of the group alone, never on how the layer is run.
+    `maximum` caps it. Where the number of choices depends on the token (`TopP`, `ReLU`), ``K * T_g`` is the
+    number of choices there are. Drops depend on the tokens of the group alone, never on how the layer is run.
 
     Args:
         factor: a number of at least 0 (a `fractions.Fraction` too), or ``"as_needed"``.
         minimum: the least capacity; with a factor only.
         maximum: the greatest capacity; with ``"as_needed"`` only.
+        priority: who comes first in an expert's queue. First choices always stand before second ones;
+            among them ``"token"`` is token order, and ``"batch"`` puts the tokens of the group with the largest
+            score first (the largest of a token's weights before they are normalized; ties in token
+            order), so that the least certain are dropped. That is not causal.
 
     Raises:
         ValueError: if a value is out of range.
@@ -45,12 +52,14 @@ class Capacity:
         16
 
     References:
-        GShard (arXiv 2006.16668, section 2.2); Tutel (arXiv 2206.03382, section 3.1).
+        GShard (arXiv 2006.16668, section 2.2); Tutel (arXiv 2206.03382, section 3.1); V-MoE (arXiv
+        2106.05974, section 4.1) for batch priority.
     """
 
     factor: float | Fraction | str = 1.0
     minimum: int = 0
     maximum: int | None = None
+    priority: Priority = "token"
     ratio: tuple[int, int] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -71,6 +80,8 @@ class Capacity:
                 problems.append(f"minimum={self.minimum!r}, but it must be a whole number of at least 0.")
             if self.maximum is not None:
                 problems.append(f'maximum={self.maximum!r} goes with factor="as_needed" only: leave it out.')
+        if self.priority not in get_args(Priority):
+            problems.append(f"priority={self.priority!r}: choose one of {', '.join(map(repr, get_args(Priority)))}.")
         refuse("Capacity", problems)
         if not self.as_needed and not math.isinf(self.factor):  # type: ignore[arg-type]
             # whole numbers, which torch.compile can follow

@@ -14,7 +14,8 @@ from .._typing import ExpertFn
 from ..ops.activations import ACTIVATIONS
 from .capacity import Capacity, as_capacity
 from .dispatch import LAYOUTS
-from .routers import TopK
+from .routers.base import Router
+from .routers.topk import TopK
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class MoEConfig:
 
     Example:
         >>> config = MoEConfig(num_experts=8, model_dim=512, hidden_dim=1024)
-        >>> config.replace(router=TopK(4)).router.k
+        >>> config.replace(router=TopK(4)).router.choices(8)
         4
     """
 
     num_experts: int
     model_dim: int
     hidden_dim: int
-    router: TopK = field(default_factory=lambda: TopK(2))
+    router: Router = field(default_factory=lambda: TopK(2))
     activation: str = "swiglu"
     bias: bool = False
     fn: ExpertFn | None = None
@@ -60,12 +61,16 @@ class MoEConfig:
             size = getattr(self, name)
             if not is_whole(size, 1):
                 problems.append(f"{name}={size!r}, but it must be a whole number of at least 1.")
-        if not isinstance(self.router, TopK):
+        if not isinstance(self.router, Router):
             problems.append(f"router={self.router!r}, but it must be a router, such as fmoe.TopK(2).")
-        elif is_whole(self.num_experts, 1) and self.router.k > self.num_experts:
-            problems.append(
-                f"k={self.router.k} > num_experts={self.num_experts}: choose k from 1 to {self.num_experts}."
-            )
+        else:
+            if is_whole(self.num_experts, 1):
+                problems += self.router.misfits(self.num_experts)
+            if self.capacity is not None and not self.router.takes_capacity:
+                problems.append(
+                    f"capacity={self.capacity!r}, but {type(self.router).__name__} gives every expert its number of "
+                    "tokens: leave it out."
+                )
         if self.activation not in ACTIVATIONS:
             names = ", ".join(map(repr, ACTIVATIONS))
             problems.append(f"activation={self.activation!r}: choose one of {names}, or give your own fn.")

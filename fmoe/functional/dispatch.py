@@ -77,6 +77,8 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
         )
     most = tokens * k if routing.capacity is None else routing.capacity
     index, order, groups = row_index(routing.experts, routing.slots, routing.num_experts, most)
+    if k == routing.num_experts and routing.capacity is not None:  # expert choice: K = E, of which few are used
+        order = order[: max(1, routing.num_experts * routing.capacity)]
     return Tokens(
         index,
         order,

@@ -8,6 +8,7 @@ the rows that came to it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,20 +31,34 @@ from ..values import ExpertParams, RouterParams, Routing, cast_leaves
 from .combine import combine
 from .dispatch import dispatch
 from .experts import check_output, expert_apply
-from .gate import _group_sizes, gate, route
+from .gate import _group_sizes, gate
 from .losses import Sums, finish
+from .route import route
 from .tokens import Tokens, flat_experts
 
 # --- gate --------------------------------------------------------------------------------------------------------
 
 
-def _routing_types(x: Type, weight: Type, router: Any) -> list[Type]:
+#: Leaves of `RouterParams` besides the weight; in an equation they stand among what is given.
+_LEAVES = tuple(f.name for f in dataclasses.fields(RouterParams) if f.name != "weight")
+
+
+def _routing_types(x: Type, weight: Type, rest: Sequence[Type], router: Any, given: Sequence[str]) -> list[Type]:
+    extra = dict(zip(given, rest, strict=True))
     tokens = Size(math.prod(int(d) for d in x.dims[:-1]), "T")
-    if x.dims[-1] != weight.dims[0]:
-        raise ProgramError(f"{x} has another model dim than {weight}")
+    if x.dims[-1] != extra.get("projection", weight).dims[0]:
+        raise ProgramError(f"{x} has another model dim than {extra.get('projection', weight)}")
     dtype, experts = accumulation_dtype(x.dtype, weight.dtype), weight.dims[1]
-    pair = (tokens, router.k)
+    pair = (tokens, extra["replay"].dims[1] if "replay" in extra else router.choices(int(experts)))
     return [Type(torch.int64, pair), Type(dtype, pair), Type(torch.int64, pair), Type(torch.int64, (experts,))]
+
+
+def _params_and_given(
+    weight: Tensor, names: Sequence[str], rest: Sequence[Tensor]
+) -> tuple[RouterParams, dict[str, Any]]:
+    extra = dict(zip(names, rest, strict=True))
+    leaves = {name: extra.pop(name) for name in _LEAVES if name in extra}
+    return RouterParams(weight, **leaves), extra
 
 
 def _aux_types(dtype: torch.dtype, experts: int) -> list[Type]:
@@ -51,8 +66,8 @@ def _aux_types(dtype: torch.dtype, experts: int) -> list[Type]:
     return [scalar, scalar, scalar, scalar, scalar, Type(torch.int64, (experts,)), Type(torch.int64, ())]
 
 
-def _gate_types(x: Type, weight: Type, *rest: Type, router: Any, **_: Any) -> list[Type]:
-    routing = _routing_types(x, weight, router)
+def _gate_types(x: Type, weight: Type, *rest: Type, router: Any, given: Any, **_: Any) -> list[Type]:
+    routing = _routing_types(x, weight, rest, router, given)
     return [*routing, *_aux_types(routing[1].dtype, int(weight.dims[1]))]
 
 
@@ -68,8 +83,8 @@ def _gate(
     given: Any,
     spec: Any,
 ) -> tuple[Tensor, ...]:
-    extra = dict(zip(given, rest, strict=True))
-    r = gate(RouterParams(weight), x, router, capacity=capacity, groups=groups, **extra)
+    params, extra = _params_and_given(weight, given, rest)
+    r = gate(params, x, router, capacity=capacity, groups=groups, **extra)
     a = r.aux
     assert a is not None
     return (
@@ -78,27 +93,25 @@ def _gate(
     )  # fmt: skip
 
 
-def _route_types(x: Type, weight: Type, *rest: Type, router: Any, **_: Any) -> list[Type]:
+def _route_types(x: Type, weight: Type, *rest: Type, router: Any, given: Any, **_: Any) -> list[Type]:
     experts = int(weight.dims[1])
-    by_expert = 2 * experts if router.scope == "global" else 3
-    return [*_routing_types(x, weight, router), Type(torch.float64, (by_expert + experts + 4,))]
+    by_expert = router.sums * experts if router.scope == "global" else 3
+    return [*_routing_types(x, weight, rest, router, given), Type(torch.float64, (by_expert + experts + 4,))]
 
 
 @operation("route", _route_types, shown=("router", "capacity", "groups", "given"))
 def _route(
     place: Place, x: Tensor, weight: Tensor, *rest: Tensor, router: Any, capacity: Any, groups: Any, given: Any
 ) -> tuple[Tensor, ...]:
-    extra = dict(zip(given, rest, strict=True))
+    params, extra = _params_and_given(weight, given, rest)
     sizes = _group_sizes(groups, math.prod(x.shape[:-1]))
-    experts, weights, slots, counts, sums = route(
-        weight, x, router, capacity, sizes, extra.get("noise"), extra.get("mask")
-    )
+    experts, weights, slots, counts, sums = route(params, x, router, capacity, sizes, **extra)
     return experts, weights, slots, counts, sums.packed()
 
 
 @operation("aux_loss", lambda sums, *, router, num_experts, dtype: _aux_types(dtype, num_experts), shown=("router",))
 def _aux_loss(place: Place, sums: Tensor, *, router: Any, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    a = finish(Sums.unpacked(sums, num_experts, dtype), router)
+    a = finish(Sums.unpacked(sums, num_experts, dtype, router.scope), router)
     return a.balance, a.z, a.importance, a.load, a.entropy, a.counts, a.dropped
 
 

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autocast import without_autocast
 from .._errors import is_whole, refuse
-from .._typing import accumulation_dtype, dtype_text, type_text
-from ..ops.routing import assign_slots, top_k
+from .._typing import dtype_text, type_text
 from ..trace import Recorder, recorder, under_spec
 from ..values import Aux, RouterParams, Routing
-from .capacity import Capacity, as_capacity, slots_bound
-from .losses import Sums, balance_of, entropy_of, finish, load_chance, squared_variation, sum_over_tokens
-from .routers import TopK
+from .capacity import Capacity, as_capacity
+from .losses import finish
+from .route import route, slots_of
+from .routers.affinity import bias_problems
+from .routers.base import Router
 from .specs import spec_problems
 
 
 def gate(
     router_params: RouterParams,
     x: Tensor,
-    router: TopK,
+    router: Router,
     *,
     capacity: Capacity | float | Fraction | str | None = None,
     groups: int | Sequence[int] = 1,
@@ -33,38 +33,44 @@ def gate(
     mask: Tensor | None = None,
     token_ids: Tensor | None = None,
     bias: Tensor | None = None,
+    replay: Routing | Tensor | None = None,
     spec: Any = None,
 ) -> Routing:
     """Routes every token of x to experts.
 
     Everything is computed in fp32, or wider if x or the weight is wider, also under autocast. Ties go
     to the lowest expert id. Queues are served by group, then first choices before second choices,
-    then in token order; the first `capacity` choices of each group are kept.
+    then in token order (or by score: `Capacity`); the first `capacity` choices of each group are kept.
 
     Args:
-        router_params: ``weight [M,E]``.
+        router_params: ``weight [M,E]``, and what else the router reads.
         x: ``[..., M]`` tokens, any leading shape; T is its product.
         router: how to select and weigh, for example ``TopK(2)``.
         capacity: the most rows of a group that an expert keeps: None for no limit, a capacity factor,
             ``"as_needed"``, or a `Capacity`.
         groups: groups of consecutive tokens with capacities of their own: how many (it divides T) or
             their sizes (they add up to T).
-        noise: ``[..., E]`` standard normal samples, added to the logits times ``router.noise_std / E``.
+        noise: ``[..., E]`` standard normal samples, for routers that use noise; `TopK` adds them to the
+            logits times ``router.noise_std / E``.
         mask: ``[...]`` bool; False for tokens that go nowhere: no expert, no loss, no gradient.
-        token_ids: for routers that use them; `TopK` does not.
-        bias: for routers that use one; `TopK` does not.
+        token_ids: ``[...]`` whole numbers, for `Hash`.
+        bias: ``[E]`` selection bias in fp32 or wider, for `Sigmoid` and `SqrtSoftplus`; no gradient.
+        replay: a `Routing` of these tokens (or its ``experts [T,K]``) whose experts are taken in place of the
+            router's choices: weights and losses are computed anew for them, and queues are served
+            under the capacity given here.
         spec: a sharding spec; None for one device.
 
     Returns:
         A `Routing`, with the auxiliary losses and statistics in ``routing.aux``.
 
     Raises:
-        ValueError: if shapes, dtypes, k, capacity, groups or mask do not fit.
+        ValueError: if shapes, dtypes, k, capacity, groups or mask do not fit, or the router does not use
+            an argument, or needs one that is missing.
 
     Example:
         >>> import fmoe
         >>> weight = torch.tensor([[1.0, 0.0, 0.5]])
-        >>> routing = gate(fmoe.RouterParams(weight), torch.tensor([[2.0], [-2.0]]), TopK(2))
+        >>> routing = gate(fmoe.RouterParams(weight), torch.tensor([[2.0], [-2.0]]), fmoe.TopK(2))
         >>> routing.experts
         tensor([[0, 2],
                 [1, 2]])
@@ -78,22 +84,25 @@ def gate(
         refuse("gate", [f"router_params is a {type(router_params).__name__}: give an fmoe.RouterParams(weight)."])
     if not isinstance(x, Tensor):
         refuse("gate", [f"x is a {type(x).__name__}, but it must be a tensor [..., M]."])
-    weight = router_params.weight
-    _check(weight, x, router, noise=noise, mask=mask, token_ids=token_ids, bias=bias, spec=spec)
+    given = {"noise": noise, "mask": mask, "token_ids": token_ids, "bias": bias, "replay": replay_ids(replay)}
+    _check(router_params, x, router, given, spec)
     rule = as_capacity(capacity)
+    if rule is not None and not router.takes_capacity:
+        refuse("gate", [no_capacity(capacity, router)])
     sizes = _group_sizes(groups, math.prod(x.shape[:-1]))
-    given = {"noise": noise, "mask": mask}
+    num_experts, shape = router_params.weight.shape[1], tuple(x.shape[:-1])
+    bound = slots_of(router, rule, sizes, num_experts, given["replay"])
     writer = recorder()
-    if writer is not None:
-        return _record(writer, weight, x, router, rule, groups, given, spec)
-    if spec is not None:
+    if writer is None and spec is not None:
         return under_spec("gate")(router_params, x, router, capacity=rule, groups=groups, spec=spec, **given)
-    bound = slots_bound(rule, sizes)(router.k, weight.shape[1])
-    experts, weights, slots, counts, sums = route(weight, x, router, rule, sizes, noise, mask)
-    aux = finish(sums, router)
-    return Routing(
-        experts, weights, slots, counts, aux, num_experts=weight.shape[1], shape=tuple(x.shape[:-1]), capacity=bound
-    )
+    if writer is None:
+        experts, weights, slots, counts, sums = route(router_params, x, router, rule, sizes, **given)
+        aux = finish(sums, router)
+    else:
+        groups = tuple(map(int, groups)) if isinstance(groups, Sequence) else int(groups)
+        params = (("router", router), ("capacity", rule), ("groups", groups))
+        experts, weights, slots, counts, aux = _record(writer, router_params, x, params, given, spec)
+    return Routing(experts, weights, slots, counts, aux, num_experts=num_experts, shape=shape, capacity=bound)
 
 
 #: Outputs of a gate equation, in order: those of `Routing`, then those of `Aux`.
@@ -105,125 +114,29 @@ GATE_OUTPUTS = (
 
 def _record(
     writer: Recorder,
-    weight: Tensor,
+    router_params: RouterParams,
     x: Tensor,
-    router: TopK,
-    rule: Capacity | None,
-    groups: int | Sequence[int],
+    params: tuple[tuple[str, Any], ...],
     given: dict[str, Tensor | None],
     spec: Any,
-) -> Routing:
-    names = tuple(name for name, tensor in given.items() if tensor is not None)
-    groups = tuple(map(int, groups)) if isinstance(groups, Sequence) else int(groups)
-    params = (("router", router), ("capacity", rule), ("groups", groups), ("given", names), ("spec", spec))
-    extra = [tensor for tensor in given.values() if tensor is not None]
-    experts, weights, slots, counts, *aux = writer.record("gate", [x, weight, *extra], params, GATE_OUTPUTS)
-    shape, num_experts = tuple(x.shape[:-1]), weight.shape[1]
-    bound = slots_bound(rule, _group_sizes(groups, math.prod(shape)))(router.k, num_experts)
-    return Routing(experts, weights, slots, counts, Aux(*aux), num_experts=num_experts, shape=shape, capacity=bound)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Aux]:
+    weight, router = router_params.weight, params[0][1]
+    leaves = router.parameters(x.shape[-1], weight.shape[1])
+    extra = {name: getattr(router_params, name) for name in leaves if name != "weight"} | given
+    present = {name: tensor for name, tensor in extra.items() if tensor is not None}
+    params = (*params, ("given", tuple(present)), ("spec", spec))
+    experts, weights, slots, counts, *aux = writer.record("gate", [x, weight, *present.values()], params, GATE_OUTPUTS)
+    return experts, weights, slots, counts, Aux(*aux)
 
 
-def route(
-    weight: Tensor,
-    x: Tensor,
-    router: TopK,
-    rule: Capacity | None,
-    sizes: list[int],
-    noise: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Sums]:
-    """The choices of these tokens alone, and the sums over them of which the losses are made."""
-    num_experts = weight.shape[1]
-    tokens = math.prod(x.shape[:-1])
-    keep = None if mask is None else mask.reshape(tokens)
-    logits = _logits(x.reshape(tokens, x.shape[-1]), weight, keep)
-    noisy = logits
-    if noise is not None:
-        noise = noise.reshape(tokens, num_experts).to(logits.dtype) * (router.noise_std / num_experts)
-        noisy = logits + (noise if keep is None else torch.where(keep[:, None], noise, 0))
-    probs = noisy.softmax(dim=-1)
-    experts = top_k(noisy.detach(), router.k)
-    weights = _weights(router, noisy, probs, experts)
-    threshold = noisy.gather(1, experts[:, -1:])
-    if keep is not None:
-        experts = torch.where(keep[:, None], experts, -1)
-        weights = torch.where(keep[:, None], weights, 0)
-    limit = _capacity(rule, sizes, keep, router.k, num_experts, x.device)
-    slots, counts = assign_slots(experts.unsqueeze(0), limit.unsqueeze(0), sizes, num_experts)
-    slots, counts = slots.squeeze(0), counts.squeeze(0)
-    sums = _sums(router, logits, threshold, probs, experts, slots, counts, sizes, keep)
-    return experts, weights, slots, counts, sums
+def replay_ids(replay: Routing | Tensor | None) -> Tensor | None:
+    """The experts of a routing to replay."""
+    return replay.experts if isinstance(replay, Routing) else replay
 
 
-def _logits(x: Tensor, weight: Tensor, keep: Tensor | None) -> Tensor:
-    dtype = accumulation_dtype(x.dtype, weight.dtype)
-    if keep is not None:
-        x = torch.where(keep[:, None], x, 0)  # before the product: 0 * NaN would reach the weight's gradient
-    with without_autocast(x.device.type):
-        return x.to(dtype) @ weight.to(dtype)
-
-
-def _weights(router: TopK, logits: Tensor, probs: Tensor, experts: Tensor) -> Tensor:
-    if router.order == "topk_softmax":
-        return logits.gather(1, experts).softmax(dim=-1)
-    weights = probs.gather(1, experts)
-    return weights / weights.sum(dim=-1, keepdim=True) if router.normalized else weights
-
-
-def _capacity(
-    rule: Capacity | None, sizes: list[int], keep: Tensor | None, k: int, num_experts: int, device: torch.device
-) -> Tensor:
-    """The limit of each group ``[G]``."""
-    if rule is None:
-        return torch.tensor(sizes, device=device)
-    if keep is None:
-        return torch.tensor([rule.of(tokens=size, k=k, num_experts=num_experts) for size in sizes], device=device)
-    present = torch.stack([part.sum() for part in keep.split(sizes)])
-    return rule.of_counts(present, k=k, num_experts=num_experts)
-
-
-def _sums(
-    router: TopK,
-    logits: Tensor,
-    threshold: Tensor,
-    probs: Tensor,
-    experts: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    sizes: list[int],
-    keep: Tensor | None,
-) -> Sums:
-    tokens = logits.new_tensor(logits.shape[0]) if keep is None else keep.sum().to(logits.dtype)
-    chance = load_chance(logits, threshold, noise_std=router.noise_std)
-    parts: tuple[Tensor, ...]
-    if router.scope == "global":
-        parts = (sum_over_tokens(probs, keep), sum_over_tokens(chance, keep))
-    else:
-        parts = (_sum_over_groups(probs, chance, experts, sizes, keep),)
-    return Sums(
-        parts=parts,
-        z=sum_over_tokens(torch.logsumexp(logits, dim=-1).square(), keep),
-        entropy=sum_over_tokens(entropy_of(probs), keep),
-        tokens=tokens,
-        counts=counts,
-        dropped=((slots < 0) & (experts >= 0)).sum((0, 1)),
-    )
-
-
-def _sum_over_groups(probs: Tensor, chance: Tensor, experts: Tensor, sizes: list[int], keep: Tensor | None) -> Tensor:
-    """``[3]``: balance, importance and load of each group by itself, times its unmasked tokens, added up."""
-    num_experts = probs.shape[1]
-    masks: Sequence[Tensor | None] = [None] * len(sizes) if keep is None else keep.split(sizes)
-    chosen = torch.where(experts >= 0, experts, num_experts)
-    total = probs.new_zeros(3)
-    for p, c, ids, mask in zip(probs.split(sizes), chance.split(sizes), chosen.split(sizes), masks, strict=True):
-        ones = torch.ones_like(ids.flatten())
-        counts = ones.new_zeros(num_experts + 1).scatter_add(0, ids.flatten(), ones)[:num_experts]
-        tokens = p.new_tensor(p.shape[0]) if mask is None else mask.sum().to(p.dtype)
-        mean = sum_over_tokens(p, mask) / tokens.clamp(min=1)
-        losses = [balance_of(mean, counts), squared_variation(mean), squared_variation(sum_over_tokens(c, mask))]
-        total = total + torch.stack(losses) * tokens
-    return total
+def no_capacity(capacity: Any, router: Router) -> str:
+    """Why a router takes no capacity."""
+    return f"capacity={capacity!r}, but {type(router).__name__} gives every expert its number of tokens: leave it out."
 
 
 def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
@@ -236,44 +149,80 @@ def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
     return [tokens // int(groups)] * int(groups)
 
 
-def _check(
-    weight: Tensor,
-    x: Tensor,
-    router: TopK,
-    *,
-    noise: Tensor | None,
-    mask: Tensor | None,
-    token_ids: Tensor | None,
-    bias: Tensor | None,
-    spec: Any,
-) -> None:
+def _check(router_params: RouterParams, x: Tensor, router: Router, given: dict[str, Any], spec: Any) -> None:
+    if isinstance(router, Router) and not router.routes:
+        refuse("gate", [f"router={router!r} mixes tokens and chooses no experts: give it to moe or soft_moe."])
+    weight = router_params.weight
     problems = []
-    if weight.dim() != 2 or weight.shape[1] < 1:
+    matrix = weight.dim() == 2 and weight.shape[1] >= 1
+    leaves: dict[str, tuple[int, ...]] = {}
+    if matrix and x.dim() >= 1 and isinstance(router, Router):
+        leaves = router.parameters(x.shape[-1], weight.shape[1])
+    if not matrix:
         problems.append(f"router_params.weight is {type_text(weight)}, but it must be [M,E] with E at least 1.")
-    elif x.dim() < 1 or x.shape[-1] != weight.shape[0]:
+    elif x.dim() < 1 or (x.shape[-1] != weight.shape[0] and "projection" not in leaves):
         problems.append(
             f"x is {type_text(x)} and router_params.weight is {type_text(weight)}: the last dim of x must be "
             f"M={weight.shape[0]}, the first of the weight."
         )
+    else:
+        problems += _leaf_problems(router_params, router, leaves)
     if not x.is_floating_point() or not weight.is_floating_point():
         problems.append(
             f"x is {dtype_text(x.dtype)} and router_params.weight {dtype_text(weight.dtype)}: both must be floating."
         )
-    if not isinstance(router, TopK):
+    if not isinstance(router, Router):
         problems.append(f"router={router!r}, but it must be a router, such as fmoe.TopK(2).")
-    elif weight.dim() == 2 and router.k > weight.shape[1] >= 1:
-        problems.append(f"k={router.k} > num_experts={weight.shape[1]}: choose k from 1 to {weight.shape[1]}.")
-    if noise is not None and weight.dim() == 2 and noise.shape != (*x.shape[:-1], weight.shape[1]):
-        problems.append(
-            f"noise is {type_text(noise)}, but it must be x's leading shape and E: {[*x.shape[:-1], weight.shape[1]]}."
-        )
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]):
-        found = type_text(mask) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        problems.append(
-            f"mask is {found}, but it must be bool of x's leading shape {list(x.shape[:-1])}, True to keep."
-        )
-    for name, given in (("token_ids", token_ids), ("bias", bias)):
-        if given is not None:
-            problems.append(f"{name} was given, but {type(router).__name__} does not use it: leave it out.")
+    elif matrix:
+        problems += router.misfits(weight.shape[1])
+    takes = router.takes if isinstance(router, Router) else ()
+    problems += _given_problems(x, weight.shape[1] if matrix else None, given, takes)
+    if isinstance(router, Router):
+        name = type(router).__name__
+        for argument in ("token_ids", "bias", "noise"):
+            if given[argument] is not None and argument not in takes:
+                problems.append(f"{argument} was given, but {name} does not use it: leave it out.")
+            if given[argument] is None and argument in router.needs and given["replay"] is None:
+                problems.append(f"{argument}=None, but {name} routes by it: give {argument}= of x's leading shape.")
     problems += spec_problems(spec)
     refuse("gate", problems)
+
+
+def _leaf_problems(params: RouterParams, router: Any, leaves: dict[str, tuple[int, ...]]) -> list[str]:
+    problems = []
+    for name, shape in leaves.items():
+        leaf = getattr(params, name)
+        if leaf is None or tuple(leaf.shape) != shape:
+            found = "None" if leaf is None else type_text(leaf)
+            problems.append(f"router_params.{name} is {found}, but {type(router).__name__} needs {list(shape)}.")
+    return problems
+
+
+def _given_problems(x: Tensor, num_experts: int | None, given: dict[str, Any], takes: Sequence[str]) -> list[str]:
+    problems = []
+    noise, mask, token_ids, bias, replay = given.values()
+    shape = list(x.shape[:-1])
+    if noise is not None and num_experts is not None and list(noise.shape) != [*shape, num_experts]:
+        problems.append(
+            f"noise is {type_text(noise)}, but it must be x's leading shape and E: {[*shape, num_experts]}."
+        )
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and list(mask.shape) == shape):
+        found = type_text(mask) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        problems.append(f"mask is {found}, but it must be bool of x's leading shape {shape}, True to keep.")
+    if token_ids is not None and "token_ids" in takes:
+        found = type_text(token_ids) if isinstance(token_ids, Tensor) else f"a {type(token_ids).__name__}"
+        if not isinstance(token_ids, Tensor) or _not_whole(token_ids) or list(token_ids.shape) != shape:
+            problems.append(f"token_ids is {found}, but it must be whole numbers of x's leading shape {shape}.")
+    if bias is not None and num_experts is not None and "bias" in takes:
+        problems += bias_problems(bias, num_experts)
+    if replay is not None and num_experts is not None:
+        tokens = math.prod(shape)
+        if not isinstance(replay, Tensor):
+            problems.append(f"replay is a {type(replay).__name__}, but it must be a Routing, or its experts [T,K].")
+        elif replay.dtype != torch.int64 or replay.dim() != 2 or replay.shape[0] != tokens:
+            problems.append(f"replay has experts {type_text(replay)}, but T={tokens} tokens make it i64[{tokens},K].")
+    return problems
+
+
+def _not_whole(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool

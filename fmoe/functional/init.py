@@ -22,8 +22,9 @@ def init(
     """Makes the parameters of a layer.
 
     Weights are normal with mean 0 and variance 1 / fan_in (M for the router and ``w_in``, H for
-    ``w_out``); biases are 0. Each expert of each leaf has a random stream of its own, drawn on the CPU in fp32
-    and then cast and moved, so an expert's numbers depend on `seed`, the leaf and the expert's id alone.
+    ``w_out``); biases and scales of noise are 0. Each expert of each leaf has a random stream of its own,
+    drawn on the CPU in fp32 and then cast and moved, so an expert's numbers depend on `seed`, the leaf and
+    the expert's id alone.
 
     Args:
         config: sizes and activation.
@@ -60,7 +61,13 @@ def init(
         numbers = torch.randn(shape, generator=generator, dtype=torch.float32) * fan_in**-0.5
         return numbers.to(dtype=dtype, device=device)
 
-    router = RouterParams(normal(0, 0, dim, experts, fan_in=dim))
+    constants, leaves = config.router.initial(), {}
+    for stream, (name, shape) in enumerate(config.router.parameters(dim, experts).items()):
+        if name in constants:
+            leaves[name] = torch.full(shape, constants[name], dtype=dtype, device=device)
+        else:
+            leaves[name] = normal(0, stream, *shape, fan_in=shape[0])
+    router = RouterParams(**leaves)
     if config.fn is not None:
         return MoEParams(router, ())
     halves = (2,) if ACTIVATIONS[config.activation].gated else ()

@@ -18,8 +18,9 @@ class Sums(NamedTuple):
     """What the losses of a gate are made of: sums over tokens, which ranks can add up.
 
     Attributes:
-        parts: two of ``[E]``, softmax and chance to be chosen; or (``scope="group"``) one of ``[3]``,
-            the losses of each group times its tokens.
+        parts: with ``scope="global"`` some of ``[E]``: the router's mass (softmax, as a rule), chance to be
+            chosen, and what else its balance loss is made of; otherwise one of ``[3]``, the losses of
+            each group times its tokens.
         z: scalar, squared logsumexp.
         entropy: scalar.
         tokens: scalar, how many.
@@ -41,12 +42,12 @@ class Sums(NamedTuple):
         return torch.cat([part.to(torch.float64) for part in parts])
 
     @classmethod
-    def unpacked(cls, packed: Tensor, num_experts: int, dtype: torch.dtype) -> Sums:
+    def unpacked(cls, packed: Tensor, num_experts: int, dtype: torch.dtype, scope: str) -> Sums:
         """The sums that were `packed`."""
         first, scalars, counts, dropped = packed.split([packed.shape[0] - num_experts - 4, 3, num_experts, 1])
         z, entropy, tokens = scalars.to(dtype).unbind(0)
         whole = [part.round().to(torch.int64) for part in (counts, dropped)]
-        parts = first.to(dtype).chunk(2) if first.shape[0] == 2 * num_experts else (first.to(dtype),)
+        parts = first.to(dtype).split(num_experts if scope == "global" else 3)
         return cls(tuple(parts), z, entropy, tokens, whole[0], whole[1].squeeze(0))
 
 
@@ -54,8 +55,9 @@ def finish(sums: Sums, router: Any) -> Aux:
     """The losses and statistics that a gate returns."""
     n = sums.tokens.clamp(min=1)
     if router.scope == "global":
-        probs, chance = sums.parts
-        losses = [balance_of(probs / n, sums.counts), squared_variation(probs), squared_variation(chance)]
+        mass, chance, *firsts = sums.parts
+        balance = router.balance(mass / n, sums.counts, sums.tokens, *firsts)
+        losses = [balance, squared_variation(mass), squared_variation(chance)]
     else:
         losses = list((sums.parts[0] / n).unbind(0))
     z, entropy = (torch.stack([sums.z, sums.entropy]) / n).unbind(0)
@@ -107,9 +109,10 @@ def balance_loss(probs: Tensor, counts: Tensor, *, mask: Tensor | None = None) -
     return balance_of(mean_over_tokens(probs, mask), counts)
 
 
-def balance_of(mean: Tensor, counts: Tensor) -> Tensor:
-    """`balance_loss` from the mean softmax ``[E]``."""
-    return (counts * (mean * mean.shape[0])).sum(0) / counts.sum(0).clamp(min=1)
+def balance_of(mean: Tensor, counts: Tensor, *, total: Tensor | None = None) -> Tensor:
+    """`balance_loss` from the mean softmax ``[E]``; `total` is what counts are shares of, if not their sum."""
+    total = counts.sum(0) if total is None else total
+    return (counts * (mean * mean.shape[0])).sum(0) / total.clamp(min=1)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -190,3 +193,99 @@ def entropy_of(probs: Tensor) -> Tensor:
     """``[T]``: entropy of each token's softmax."""
     tiny = torch.finfo(probs.dtype).tiny  # log(0) has no gradient
     return -(probs * probs.clamp(min=tiny).log()).sum(-1)
+
+
+def gshard_loss(probs: Tensor, experts: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """``E * sum_e c_e * m_e``: `balance_loss` with the share c of first choices alone.
+
+    Args:
+        probs: ``[T,E]`` softmax of the logits.
+        experts: ``[T,K]`` choices, the first one in column 0.
+        mask: ``[T]`` bool.
+
+    Example:
+        >>> gshard_loss(torch.full((2, 4), 0.25), torch.tensor([[0, 1], [0, 2]]))
+        tensor(1.)
+
+    References:
+        GShard (arXiv 2006.16668, section 2.2), which divides by E where this multiplies.
+    """
+    return balance_loss(probs, choice_counts(experts[:, :1], probs.shape[1], mask=mask), mask=mask)
+
+
+def sequence_loss(probs: Tensor, experts: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """`balance_loss` of each sequence by itself, then the mean over sequences weighted by their tokens.
+
+    The same as ``aux.balance`` of a router with ``scope="group"`` and one group for each sequence.
+
+    Args:
+        probs: ``[B,L,E]``, rows that add up to 1 (of `Sigmoid`: affinities divided by their sum).
+        experts: ``[B,L,K]`` choices.
+        mask: ``[B,L]`` bool.
+
+    Example:
+        >>> ids = torch.tensor([[[0], [0]], [[1], [1]]])
+        >>> sequence_loss(torch.nn.functional.one_hot(ids[..., 0], 2).double(), ids)
+        tensor(2., dtype=torch.float64)
+
+    References:
+        DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20, without alpha).
+    """
+    keep = torch.ones_like(experts[..., 0], dtype=torch.bool) if mask is None else mask
+    losses = [
+        balance_loss(p, choice_counts(ids, p.shape[1], mask=m), mask=m) * m.sum()
+        for p, ids, m in zip(probs.unbind(0), experts.unbind(0), keep.unbind(0), strict=True)
+    ]
+    total: Tensor = sum(losses, probs.new_zeros(()))
+    return total / keep.sum().clamp(min=1)
+
+
+# --- statistics ----------------------------------------------------------------------------------------------
+
+
+def choice_counts(experts: Tensor, num_experts: int, *, mask: Tensor | None = None) -> Tensor:
+    """``[E]`` int64: how many choices each expert has.
+
+    Args:
+        experts: ``[T,K]``; -1 for no expert.
+        num_experts: E.
+        mask: ``[T]`` bool.
+
+    Example:
+        >>> choice_counts(torch.tensor([[0, 2], [2, -1]]), 4)
+        tensor([1, 0, 2, 0])
+    """
+    if mask is not None:
+        experts = torch.where(mask[:, None], experts, -1)
+    ids = torch.where(experts >= 0, experts, num_experts).flatten()
+    return ids.new_zeros(num_experts + 1).scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
+
+
+def max_violation(counts: Tensor) -> Tensor:
+    """How far the fullest expert is above the mean, as a share of it: 0 at perfect balance, E - 1 at collapse.
+
+    Args:
+        counts: ``[E]`` choices per expert, as in ``aux.counts``.
+
+    Example:
+        >>> max_violation(torch.tensor([4, 2, 2, 0]))
+        tensor(1.)
+
+    References:
+        Wang et al. (arXiv 2408.15664, section 4.1), as MaxVio.
+    """
+    mean = counts.sum(-1).clamp(min=1) / counts.shape[-1]
+    return torch.where(counts.sum(-1) > 0, counts.amax(-1) / mean - 1, 0)
+
+
+def dead_experts(counts: Tensor) -> Tensor:
+    """How many experts nobody chose.
+
+    Args:
+        counts: ``[E]`` choices per expert, as in ``aux.counts``.
+
+    Example:
+        >>> dead_experts(torch.tensor([4, 0, 2, 0]))
+        tensor(2)
+    """
+    return (counts == 0).sum(-1)

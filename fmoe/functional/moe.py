@@ -14,7 +14,9 @@ from .combine import combine
 from .config import MoEConfig
 from .dispatch import dispatch
 from .experts import expert_apply
-from .gate import gate
+from .gate import gate, replay_ids
+from .routers.soft import SoftMoE
+from .soft import soft_moe
 from .specs import spec_problems
 
 
@@ -28,7 +30,8 @@ def moe(
         x: ``[..., M]`` tokens, any leading shape.
         config: sizes and choices.
         spec: a sharding spec; None for one device.
-        **gate_arguments: keyword arguments of `gate`: capacity (in place of the config's), groups, noise, mask.
+        **gate_arguments: keyword arguments of `gate`: capacity (in place of the config's), groups, noise, mask,
+            token_ids, bias, replay.
 
     Returns:
         y, of x's shape and dtype, and the auxiliary losses and statistics.
@@ -49,10 +52,14 @@ def moe(
         Shazeer et al., "Outrageously large neural networks" (arXiv 1701.06538).
     """
     _check(params, config)
+    if "replay" in gate_arguments:
+        gate_arguments["replay"] = replay_ids(gate_arguments["replay"])
     if spec is not None and recorder() is None:
         refuse("moe", spec_problems(spec))
         result: tuple[Tensor, Aux] = under_spec("moe")(params, x, config, spec=spec, **gate_arguments)
         return result
+    if isinstance(config.router, SoftMoE):
+        return _soft(params, x, config, config.router, spec, gate_arguments)
     capacity = gate_arguments.setdefault("capacity", config.capacity)
     layout = config.layout
     if layout is None and recorder() is None:  # a program leaves it to its plan
@@ -68,11 +75,22 @@ def moe(
     return y.to(x.dtype), routing.aux
 
 
+def _soft(
+    params: MoEParams, x: Tensor, config: MoEConfig, router: SoftMoE, spec: Any, arguments: dict[str, Any]
+) -> tuple[Tensor, Aux]:
+    unused = [name for name, given in arguments.items() if name != "mask" and given is not None]
+    refuse("moe", [f"{name} was given, but SoftMoE does not use it: leave it out." for name in unused])
+    return soft_moe(
+        params, x, router, activation=config.activation, fn=config.fn, mask=arguments.get("mask"),
+        layout=config.layout, dtype=config.dtype, spec=spec,
+    )  # fmt: skip
+
+
 def _check(params: MoEParams, config: MoEConfig) -> None:
     if not isinstance(params, MoEParams):
         refuse("moe", [f"params is a {type(params).__name__}: give an fmoe.MoEParams, as fmoe.init makes."])
     problems, weight = [], params.router.weight
-    if tuple(weight.shape) != (config.model_dim, config.num_experts):
+    if tuple(weight.shape) != config.router.parameters(config.model_dim, config.num_experts)["weight"]:
         problems.append(
             f"params.router.weight is {type_text(weight)}, but config has model_dim={config.model_dim} and "
             f"num_experts={config.num_experts}."

@@ -57,14 +57,17 @@ class Layer:
 
     def slots(self, tokens: int) -> int:
         """Slots per expert that suffice for any rank with at most `tokens` tokens."""
-        rule = None if self.gate is None else self.gate.param("capacity")
-        groups = 1 if self.gate is None else self.gate.param("groups")
         if self.gate is None:  # made by hand: a token may choose an expert more than once
             capacity = self.dispatch.param("capacity")
             return tokens * self.k if capacity is None else int(capacity)
-        if rule is None or not isinstance(groups, int):
+        rule, groups = self.gate.param("capacity"), self.gate.param("groups")
+        if not isinstance(groups, int):
             return tokens
         each = -(-tokens // groups)
+        if rule is None:
+            replayed = "replay" in self.gate.param("given")
+            own = None if replayed else self.gate.param("router").slots([each] * groups, self.num_experts)
+            return tokens if own is None else min(tokens, int(own))
         return min(tokens, groups * int(rule.of(tokens=each, k=self.k, num_experts=self.num_experts)))
 
 
