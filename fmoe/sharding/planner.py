@@ -96,6 +96,14 @@ class Model:
         found: list[tuple[Assignment, Price]] = self.known[key]
         return found
 
+    def fitting(self, load: Bucket) -> frozenset[Assignment]:
+        """The assignments that fit in memory."""
+        key = ("fitting", load)
+        if key not in self.known:
+            self.known[key] = frozenset(assignment for assignment, _ in self.ranked(load))
+        found: frozenset[Assignment] = self.known[key]
+        return found
+
     def _rank(self, load: Bucket) -> list[tuple[Assignment, Price]]:
         uniform = [tuple((name, plan) for name in self.names) for plan in self.candidates]
         priced = [(assignment, self.price(assignment, load)) for assignment in uniform]
@@ -225,10 +233,13 @@ def choose(state: State, load: Mapping[str, Sequence[float]] | None) -> Assignme
     trial = _trial(state, bucket)
     if trial is not None:
         return trial
-    ranked = dict(state.model.ranked(bucket))
-    times = {assignment: _expected(state, bucket, assignment, found) for assignment, found in ranked.items()}
-    best = min(times, key=lambda a: (times[a], str(a)))
+    ranked = state.model.ranked(bucket)
     current = state.chosen
+    # of those that were never tried, only the first ones of the ranking can be the best
+    looked_at = {*(tried for _, tried in state.measured), *(a for a, _ in ranked[: TRIALS + 1]), current}
+    fits = state.model.fitting(bucket)
+    times = {a: _expected(state, bucket, a, state.model.price(a, bucket)) for a in looked_at if a in fits}
+    best = min(times, key=lambda a: (times[a], str(a)))
     if current in times and times[best] > (1 - MARGIN) * times[current]:
         return current
     return best
