@@ -1,13 +1,13 @@
 """Every router on the same small language model and the same bytes, in one table.
 
-    python examples/routers.py                       # a minute or two on two cores
+    python examples/routers.py                       # one to two minutes on two cores
     python examples/routers.py --steps 20            # shorter
     python examples/routers.py --only TopK Sigmoid --out runs/routers
 
 Each row trains a model of one block on the Python source of the standard library: attention, then a
 mixture of 8 experts by one router. The table shows the bits per byte on text that was not trained on, the
 share of choices that were dropped, the load of the fullest expert over the mean, experts that nobody chose,
-choices per token, and milliseconds per step. ``loads`` has a bar for each expert, over the last tenth of the steps;
+choices per token, and the median step in milliseconds. ``loads`` has a bar for each expert, over the last tenth of the steps;
 ``--out`` also draws them as routers.png. Routers marked * look at later bytes to route, so that
 their loss flatters them: they are for encoders and vision.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from typing import Any
 import lm_model as lm
 import optree
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -84,7 +86,7 @@ def z_only(aux: fmoe.Aux, state: State) -> Tensor:
 
 RECIPES = {
     "TopK": Recipe(fmoe.TopK(2), capacity=1.25),
-    "TopK batch priority": Recipe(fmoe.TopK(2), capacity=fmoe.Capacity(1.25, priority="batch")),
+    "TopK by score": Recipe(fmoe.TopK(2), capacity=fmoe.Capacity(1.25, priority="batch")),
     "TopK shared": Recipe(fmoe.TopK(1), beside="shared"),
     "TopK residual": Recipe(fmoe.TopK(1), beside="residual"),
     "NoisyTopK": Recipe(
@@ -170,8 +172,9 @@ def train(recipe: Recipe, text: Tensor, held_out: Tensor, steps: int, *, seed: i
         return nats + recipe.loss(aux, state), optree.tree_map(torch.Tensor.detach, aux)
 
     counts, dropped, chosen = torch.zeros(EXPERTS, dtype=torch.int64), 0, 0
-    tail, start = max(1, steps // 10), time.perf_counter()
+    tail, seconds = max(1, steps // 10), []
     for step in range(steps):
+        start = time.perf_counter()
         windows = lm.training_windows(text, seed=seed, step=step, batch=BATCH, length=LENGTH)
         given = recipe.given(state, windows[:, :-1], generator)
         grads, aux = torch.func.grad(objective, has_aux=True)(params, windows, given, state)
@@ -181,9 +184,9 @@ def train(recipe: Recipe, text: Tensor, held_out: Tensor, steps: int, *, seed: i
             group["lr"] = 1e-2 * min(1.0, (step + 1) / 10) * (0.1 + 0.9 * (1 - step / steps))
         optimizer.step()
         state = recipe.update(state, aux, BATCH * LENGTH)
+        seconds.append(time.perf_counter() - start)
         if step >= steps - tail:
             counts, dropped, chosen = counts + aux.counts, dropped + int(aux.dropped), chosen + int(aux.counts.sum())
-    seconds = time.perf_counter() - start
     with torch.no_grad():
         starts = torch.arange(64) * ((len(held_out) - 1) // 64 - 1)
         windows = lm.windows_at(held_out, starts.clamp(max=len(held_out) - LENGTH - 1), LENGTH)
@@ -191,7 +194,9 @@ def train(recipe: Recipe, text: Tensor, held_out: Tensor, steps: int, *, seed: i
         given.pop("noise", None)
         nats, _ = cross_entropy(params, windows, dataclasses.replace(recipe, capacity=None), given)
     per_token = chosen / (tail * BATCH * LENGTH)
-    return Result(float(nats) / math.log(2), dropped / max(chosen, 1), counts, per_token, 1000 * seconds / steps)
+    return Result(
+        float(nats) / math.log(2), dropped / max(chosen, 1), counts, per_token, 1000 * statistics.median(seconds)
+    )
 
 
 def bars(counts: Tensor) -> str:
@@ -201,7 +206,7 @@ def bars(counts: Tensor) -> str:
 
 
 def table_of(results: dict[str, Result]) -> Table:
-    table = Table(title=f"{EXPERTS} experts; * looks at later bytes")
+    table = Table(title=f"{EXPERTS} experts; * looks at later bytes", box=box.SIMPLE, padding=(0, 1), pad_edge=False)
     for name in ("router", "bits", "dropped", "fullest", "dead", "choices", "ms", "loads"):
         table.add_column(name, justify="left" if name in ("router", "loads") else "right", no_wrap=True)
     for name, result in results.items():
