@@ -7,8 +7,8 @@
 Each row trains a model of one block on the Python source of the standard library: attention, then a
 mixture of 8 experts by one router. The table shows the bits per byte on text that was not trained on, the
 share of choices that were dropped, the load of the fullest expert over the mean, experts that nobody chose,
-choices per token, and the median step in milliseconds. ``loads`` has a bar for each expert, over the last tenth of the steps;
-``--out`` also draws them as routers.png. Routers marked * look at later bytes to route, so that
+choices per token, and the median step in milliseconds. ``loads`` has a bar for each expert, over the last
+tenth of the steps; ``--out`` also draws them as routers.png. Routers marked * look at later bytes to route, so that
 their loss flatters them: they are for encoders and vision.
 
 What the rows show beside the routers: losses and updates that a router needs are a few lines each (`Recipe`),
@@ -194,9 +194,8 @@ def train(recipe: Recipe, text: Tensor, held_out: Tensor, steps: int, *, seed: i
         given.pop("noise", None)
         nats, _ = cross_entropy(params, windows, dataclasses.replace(recipe, capacity=None), given)
     per_token = chosen / (tail * BATCH * LENGTH)
-    return Result(
-        float(nats) / math.log(2), dropped / max(chosen, 1), counts, per_token, 1000 * statistics.median(seconds)
-    )
+    step = 1000 * statistics.median(seconds)
+    return Result(float(nats) / math.log(2), dropped / max(chosen, 1), counts, per_token, step)
 
 
 def bars(counts: Tensor) -> str:
@@ -233,7 +232,7 @@ def draw(results: dict[str, Result], path: Path) -> None:
     from matplotlib import pyplot
 
     rows = -(-len(results) // 4)
-    figure, axes = pyplot.subplots(rows, 4, figsize=(11, 2 * rows), sharex=True, squeeze=False)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(11, 2 * rows), sharex=True, sharey=True, squeeze=False)
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
     for axis, (name, result) in zip(axes.flat, results.items(), strict=False):
