@@ -41,6 +41,8 @@ def test_compiled_rows(subject, row):
 
 def test_every_operation_is_in_the_table():
     missing = {"groups_from_sizes"}  # inside grouped_matmul
+    # these need several ranks: tests/test_collectives.py and tests/test_dtensors.py
+    missing |= {name for name, op in fmoe.ops.OPS.items() if "str where" in op.schema or "str layout" in op.schema}
     tried = {name.split()[0] for name in {**SUBJECTS, **router_subjects()}}
     assert set(fmoe.ops.OPS) - missing <= tried
 
