@@ -203,7 +203,8 @@ def _elementwise_vmap(name: str) -> Callable[..., Any]:
 def _broadcast_backward(saved: Saved, grad: Tensor) -> tuple[Any, ...]:
     _, root, group, where = saved.args
     total = all_reduce(grad, group, where)
-    return (total if _resolve(group).rank() == root else torch.zeros_like(total)), None, None, None
+    mine = torch.full((), _resolve(group).rank() == root, dtype=torch.bool, device=total.device)
+    return torch.where(mine, total, 0), None, None, None  # a graph on every rank: all take part in its derivative
 
 
 _SIZES = "SymInt[] receives, SymInt[] sends, str group, str where"
