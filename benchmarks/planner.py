@@ -144,9 +144,14 @@ def rank_main(path: str, rank: int) -> None:
     dist.barrier()
     gc.disable()
     profile = calibrate(quick=job["quick"], node=1 if job["world"] == 2 else 2)
-    found = [measure(given, job["world"], profile, rank) for given in job["workloads"]]
-    if rank == 0:
-        Path(job["out"]).write_text(json.dumps({"profile": json.loads(profile.as_json()), "workloads": found}))
+    found: list[dict[str, Any]] = []
+    for number, given in enumerate(job["workloads"]):
+        found.append(measure(given, job["world"], profile, rank))
+        if rank == 0:
+            print(
+                f"{job['world']} ranks, workload {number + 1} of {len(job['workloads'])}", file=sys.stderr, flush=True
+            )
+            Path(job["out"]).write_text(json.dumps({"profile": json.loads(profile.as_json()), "workloads": found}))
     dist.barrier()
     dist.destroy_process_group()
 
