@@ -15,19 +15,18 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__
-from .advice import add_plan, run_plan
+from .advice import add_layer, add_plan, run_plan
 from .calibrate import add_calibrate, run_calibrate
 from .functional.config import MoEConfig
 from .functional.moe import moe
 from .functional.routers import TopK
-from .ops.activations import ACTIVATIONS
 from .ops.differentiable import TORCH_CHECKED
 from .sharding.distribute import make_mesh
 from .sharding.spec import ShardingSpec
 from .stages import trace
 from .sweep import add_sweep, run_sweep
 from .values import MoEParams
-from .workload import without_data as _without_data
+from .workload import without_data
 
 if TYPE_CHECKING:
     from .transforms.table import Cell
@@ -67,20 +66,8 @@ def _add_show(commands: Any) -> None:
         help="print the program of one layer under a plan, and its cost; needs no devices",
         description="Prints the program that each rank runs under a plan, and what it costs, for any number of ranks.",
     )
-    for name, default, text in (
-        ("experts", 8, "experts (E)"),
-        ("world", 8, "ranks (W)"),
-        ("node", None, "ranks per node; all of them by default"),
-        ("tokens", 4096, "tokens of each rank (T)"),
-        ("model-dim", 1024, "model dim (M)"),
-        ("hidden-dim", 4096, "hidden dim of an expert (H)"),
-        ("top-k", 2, "experts per token (K)"),
-    ):
-        show.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    add_layer(show)
     show.add_argument("--plan", default="ep", help='such as "ep r=2 pipeline=2 a2a=2dh" (default ep)')
-    show.add_argument("--capacity", type=float, metavar="F", help="capacity factor; drops nothing by default")
-    show.add_argument("--activation", default="swiglu", choices=sorted(ACTIVATIONS))
-    show.add_argument("--dtype", default="bfloat16", choices=("float64", "float32", "bfloat16", "float16"))
     show.add_argument("--logical", action="store_true", help="the program before any plan")
 
 
@@ -97,7 +84,7 @@ def _show(given: argparse.Namespace) -> int:
         )
         mesh = make_mesh(given.experts, world=given.world, node=given.node)
         spec = ShardingSpec(mesh, plan=given.plan, max_tokens=given.tokens)
-        params, x = _without_data(config, given.tokens, getattr(torch, given.dtype))
+        params, x = without_data(config, given.tokens, getattr(torch, given.dtype))
 
         def layer(params: MoEParams, x: torch.Tensor) -> Any:
             return moe(params, x, config)

@@ -28,6 +28,16 @@ def add_plan(commands: Any) -> None:
         description="Prices every legal plan of one layer, forward and backward, on a machine given as numbers, "
         "and says which one to run and why. Needs no devices.",
     )
+    add_layer(command)
+    command.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X", help="rows of the fullest expert over the mean (default 1)"
+    )
+    add_machine(command)
+    command.add_argument("--rows", type=int, default=12, metavar="N", help="of the table (default 12; 0 for all)")
+
+
+def add_layer(command: Any) -> None:
+    """Adds the options that say what one layer is, and on how many ranks."""
     for name, default, text in (
         ("experts", 8, "experts (E)"),
         ("world", 8, "ranks (W)"),
@@ -39,13 +49,8 @@ def add_plan(commands: Any) -> None:
     ):
         command.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
     command.add_argument("--capacity", type=float, metavar="F", help="capacity factor; drops nothing by default")
-    command.add_argument(
-        "--imbalance", type=float, default=1.0, metavar="X", help="rows of the fullest expert over the mean (default 1)"
-    )
     command.add_argument("--activation", default="swiglu", choices=sorted(ACTIVATIONS))
     command.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    add_machine(command)
-    command.add_argument("--rows", type=int, default=12, metavar="N", help="of the table (default 12; 0 for all)")
 
 
 def add_machine(command: Any) -> None:

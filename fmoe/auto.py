@@ -223,8 +223,7 @@ def fingerprint(traced: Traced, spec: ShardingSpec) -> int:
     """A number that is equal on ranks that run the same program, whatever their tokens."""
     parts = [_plans_text(traced, spec), str(spec.mesh), str(spec.max_tokens)]
     for eq in traced.program.equations:
-        names = (var.name for var in eq.outputs)
-        parts.append(f"{' '.join(names)} = {eq.op} {' '.join(eq.operands)}")
+        parts.append(eq.wiring)
         parts += [f"{name}={value!r}" for name, value in eq.params if name in ("router", "given", "activation")]
     parts += traced.program.outputs
     for layer in traced.layers:

@@ -70,32 +70,18 @@ def reduced(axes: Axes, operands: Sequence[Type], outputs: Sequence[Type], *, ax
 
 
 @dataclass(frozen=True)
-class ProgramCost:
+class ProgramCost(Cost):
     """Cost of a program on one device.
 
     Attributes:
-        flops: of the experts' matmuls.
-        traffic: (collective, axis) -> (calls, bytes); see `Cost`.
         resident: bytes of the program's inputs on the device.
         peak: bytes alive at once, at most, inputs among them, without what backward keeps.
         run_time: whether rows known at run time only are priced as under an even load.
     """
 
-    flops: float
-    traffic: Mapping[tuple[str, str], tuple[int, int]]
-    resident: int
-    peak: int
-    run_time: bool
-
-    @property
-    def calls(self) -> int:
-        """Collectives in all."""
-        return sum(calls for calls, _ in self.traffic.values())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all collectives."""
-        return sum(size for _, size in self.traffic.values())
+    resident: int = 0
+    peak: int = 0
+    run_time: bool = False
 
 
 def program_cost(program: Program, axes: Mapping[str, Axes], tokens: int | None = None) -> ProgramCost:
@@ -114,12 +100,12 @@ def program_cost(program: Program, axes: Mapping[str, Axes], tokens: int | None 
             operands = [types[name] for name in equation.operands]
             outputs = [types[var.name] for var in equation.outputs]
             total = total + operation.cost(axes.get(equation.layer), operands, outputs, **dict(equation.params))
-    resident = sum(types[var.name].bytes for var in program.inputs)
+    inputs = {var.name for var in program.inputs}
+    resident = sum(types[name].bytes for name in inputs)
     alive, peak = resident, resident
     for number, equation in enumerate(program.equations):
         alive += sum(types[var.name].bytes for var in equation.outputs)
         peak = max(peak, alive)
         names = {*equation.operands, *(v.name for v in equation.outputs)}
-        inputs = {var.name for var in program.inputs}
         alive -= sum(types[name].bytes for name in names - inputs if last.get(name, number) == number)
     return ProgramCost(total.flops, total.traffic, resident, peak, run_time)

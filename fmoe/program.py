@@ -124,6 +124,13 @@ class Var:
 
 
 @dataclass(frozen=True)
+class Hole:
+    """Where an operand stands among the arguments of a ``torch.*`` equation."""
+
+    place: int
+
+
+@dataclass(frozen=True)
 class Equation:
     """``outputs = op[params] operands``.
 
@@ -150,6 +157,11 @@ class Equation:
     def param(self, name: str, default: Any = None) -> Any:
         """The value of a parameter."""
         return dict(self.params).get(name, default)
+
+    @property
+    def wiring(self) -> str:
+        """What it makes of what, without parameters or types: equal for any number of tokens."""
+        return f"{' '.join(var.name for var in self.outputs)} = {self.op} {' '.join(self.operands)}"
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,11 @@ class Traced:
         return Planned(self, spec, plans, dict(widths), program, axes, spec.max_tokens if alike else None)
 
 
-def planned_spec(traced: Traced, spec: ShardingSpec, profile: Profile | None = None) -> ShardingSpec:
+def planned_spec(traced: Traced, spec: ShardingSpec) -> ShardingSpec:
     """The spec with plans: its own, or those that the planner chooses for an even load."""
     if spec.plan is not None:
         return spec
-    return spec.replace(plan=dict(planner_of(traced, spec, profile).chosen or ()))
+    return spec.replace(plan=dict(planner_of(traced, spec, None).chosen or ()))
 
 
 def planner_of(traced: Traced, spec: ShardingSpec, profile: Profile | None, tokens: int | None = None) -> planner.State:
@@ -357,10 +357,7 @@ def _check_wired_alike(a: Planned, b: Planned) -> None:
     """Refuses programs that differ in more than the number of tokens: ranks would not run the same."""
 
     def wiring(p: Planned) -> list[str]:
-        lines = [
-            f"{' '.join(v.name for v in eq.outputs)} = {eq.op} {' '.join(eq.operands)}" for eq in p.program.equations
-        ]
-        return [*lines, f"outputs {' '.join(p.program.outputs)}"]
+        return [*(eq.wiring for eq in p.program.equations), f"outputs {' '.join(p.program.outputs)}"]
 
     for one, two in itertools.zip_longest(wiring(a), wiring(b), fillvalue="nothing"):
         if one != two:

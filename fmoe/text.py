@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ._axes import Axes
 from ._typing import dtype_text
-from .program import OPERATIONS, Equation, Program, Size
+from .program import OPERATIONS, Equation, Hole, Program
 from .sharding.placement import placed_text
 
 _WIDTH = 100
@@ -88,7 +88,7 @@ def _call_value(value: Any) -> str:
     """An argument of a torch call, with `_` for each operand."""
     leaves, tree = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return "_" if type(value).__name__ == "Hole" else _value_text(value)
+        return "_" if isinstance(value, Hole) else _value_text(value)
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(_call_value, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
@@ -211,6 +211,3 @@ def _bound(equation: Equation, planned: Any) -> str:
     if equation.op in ("expert_ffn", "combine") and equation.param("fn") is None:
         return "fmoe.ffn"
     return equation.op
-
-
-__all__ = ["Size", "bound_text", "cost_text", "plan_text", "program_text"]

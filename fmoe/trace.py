@@ -30,14 +30,7 @@ from ._errors import TraceError
 from ._trace_rules import check_call, user_line
 from ._typing import type_text
 from .ops.differentiable import is_transformed, watched_functions, without_transforms
-from .program import Equation, Program, Size, Type, Var, infer
-
-
-@dataclass(frozen=True)
-class Hole:
-    """Where an operand stands among the arguments of a ``torch.*`` equation."""
-
-    place: int
+from .program import Equation, Hole, Program, Size, Type, Var, infer
 
 
 @dataclass(frozen=True)
@@ -75,6 +68,7 @@ class Recorder(TorchFunctionMode):
         self.equations: list[Equation] = []
         self.constants: list[Tensor] = []
         self._names: dict[int, str] = {}
+        self._types: dict[str, Type] = {}
         self._inside: set[int] = set()
         self._kept: list[Any] = []  # ids stay valid only as long as the tensors live
         self._used: set[str] = set()
@@ -90,8 +84,7 @@ class Recorder(TorchFunctionMode):
         """Writes one equation and returns its results, without data."""
         with self.paused():
             given = [self._name_of(operand, op) for operand in operands]
-            known = {v.name: v.type for v in [*self.inputs, *(v for eq in self.equations for v in eq.outputs)]}
-            types = infer(op, [known[name] for name in given], params)
+            types = infer(op, [self._types[name] for name in given], params)
             device = operands[0].device
             made = [torch.empty([int(d) for d in t.dims], dtype=t.dtype, device=device) for t in types]
             self._add(op, given, params, list(zip(names, types, made, strict=True)))
@@ -165,7 +158,7 @@ class Recorder(TorchFunctionMode):
 
     def add_input(self, name: str, type: Type, tensor: Tensor) -> None:
         """Declares an input of the program."""
-        self.inputs.append(Var(self._bind(name, tensor), type))
+        self.inputs.append(self._declare(name, type, tensor))
 
     def output(self, tensor: Tensor) -> str:
         """The variable that a tensor of the result is."""
@@ -173,7 +166,8 @@ class Recorder(TorchFunctionMode):
             raise TraceError(f"the function returns Tokens, whose inside depends on the plan. {_OPAQUE}")
         return self._name_of(tensor, "return")
 
-    def _bind(self, name: str, tensor: Tensor) -> str:
+    def _declare(self, name: str, type: Type, tensor: Tensor) -> Var:
+        """A variable of a fresh name for a tensor."""
         unique, n = name, 0
         while unique in self._used:
             n += 1
@@ -181,7 +175,8 @@ class Recorder(TorchFunctionMode):
         self._used.add(unique)
         self._names[id(tensor)] = unique
         self._kept.append(tensor)
-        return unique
+        self._types[unique] = type
+        return Var(unique, type)
 
     def _name_of(self, tensor: Tensor, name: str) -> str:
         if id(tensor) in self._names:
@@ -197,7 +192,7 @@ class Recorder(TorchFunctionMode):
                 "differentiated or batched. Pass it as an argument."
             )
         self.constants.append(tensor)
-        self.inputs.append(Var(self._bind("const", tensor), type_of(tensor)))
+        self.inputs.append(self._declare("const", type_of(tensor), tensor))
         return self._names[id(tensor)]
 
     def _add(
@@ -207,7 +202,7 @@ class Recorder(TorchFunctionMode):
         params: Sequence[tuple[str, Any]],
         results: Sequence[tuple[str, Type, Tensor]],
     ) -> None:
-        outputs = tuple(Var(self._bind(name.strip("_"), tensor), t) for name, t, tensor in results)
+        outputs = tuple(self._declare(name.strip("_"), t, tensor) for name, t, tensor in results)
         autocast = self._autocast()
         self.equations.append(
             Equation(

@@ -12,11 +12,11 @@ from ranks import launch
 from torch.utils import _pytree as pytree
 
 import fmoe
-from fmoe.__main__ import _without_data
 from fmoe.sharding import planner
 from fmoe.sharding.cost import Load, price
 from fmoe.sharding.lower import lower
 from fmoe.sharding.presets import PRESETS
+from fmoe.workload import without_data
 
 
 def model_of(
@@ -33,7 +33,7 @@ def model_of(
     **spec,
 ):
     config = fmoe.MoEConfig(experts, dim, hidden, router=fmoe.TopK(k), capacity=capacity)
-    params, x = _without_data(config, tokens, torch.bfloat16)
+    params, x = without_data(config, tokens, torch.bfloat16)
 
     def fn(params, x):
         for p in params:

@@ -18,11 +18,11 @@ import torch
 from hypothesis import strategies as st
 
 import fmoe
-from fmoe.__main__ import _without_data
 from fmoe.sharding.cost import COMPUTE, Load, price
 from fmoe.sharding.planner import Bucket, init
 from fmoe.sharding.presets import PRESETS
 from fmoe.sharding.profile import COLLECTIVES, DTYPES, LEVELS, Profile, Segment
+from fmoe.workload import without_data
 
 NDM = PRESETS["a100_ndm"]
 SIZES = {"k": 2, "f": 1.0, "activation": "relu", "dtype": torch.float16}
@@ -41,7 +41,7 @@ UNIFORM = Profile(
 @functools.cache
 def traced(experts, tokens, dim, hidden, k, f, activation, dtype):
     config = fmoe.MoEConfig(experts, dim, hidden, router=fmoe.TopK(k), capacity=f, activation=activation)
-    params, x = _without_data(config, tokens, dtype)
+    params, x = without_data(config, tokens, dtype)
     return fmoe.trace(lambda params, x: fmoe.moe(params, x, config))(params, x)
 
 

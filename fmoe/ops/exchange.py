@@ -195,18 +195,16 @@ def _all_reduce(scope: Scope, column: Column, *, axis: str, ranks: int) -> Colum
 
 def _gather_types(x: Type, *, axis: str, ranks: int, dim: Any, keep: Any = ()) -> list[Type]:
     dims = list(x.dims)
-    for size, d in zip(_sizes(ranks), _dims(dim), strict=True):
+    for size, d in zip(_each(ranks), _each(dim), strict=True):
         dims[d] = dims[d] * size
     for d, size in keep:
         dims[d] = size
     return [x.with_dims(*dims)]
 
 
-def _dims(dim: Any) -> tuple[int, ...]:
+def _each(dim: Any) -> tuple[int, ...]:
+    """One number or several, for one axis or several."""
     return dim if isinstance(dim, tuple) else (dim,)
-
-
-_sizes = _dims
 
 
 def _gathered_rows(x: Tensor) -> Tensor:
@@ -215,7 +213,7 @@ def _gathered_rows(x: Tensor) -> Tensor:
 
 def _place_gathered(parts: Tensor, ranks: Any, dim: Any, keep: Any) -> Tensor:
     """``[ranks, ...]`` with each axis of ranks moved into its dim, outermost."""
-    sizes, dims = _sizes(ranks), _dims(dim)
+    sizes, dims = _each(ranks), _each(dim)
     out = parts.unflatten(0, sizes)
     shape = list(parts.shape[1:])
     for i in range(len(sizes) - 1, -1, -1):  # the last axis first: its place is not moved by the others
@@ -317,8 +315,9 @@ def _halves(program: Program) -> tuple[Program, str, Program]:
     """A sub-program up to its last collective, the axis of that, and what follows: start begins the last one."""
     at = max(i for i, eq in enumerate(program.equations) if eq.op == "all_to_all")
     last = program.equations[at]
-    before = Program(program.name, program.inputs, program.equations[:at], last.operands)
-    after = Program(program.name, last.outputs, program.equations[at + 1 :], program.outputs)
+    name, lines = program.name, program.equations  # checked already, and this runs at every start and done
+    before = Program(name, program.inputs, lines[:at], last.operands, checked=False)
+    after = Program(name, last.outputs, lines[at + 1 :], program.outputs, checked=False)
     return before, last.param("axis"), after
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._axes import Axes, Place
-from ..program import OPERATIONS, Equation, Program
+from ..program import OPERATIONS, Equation, Hole, Program
 
 Column = list[Any]
 Splits = Sequence[Sequence[int]] | None
@@ -125,7 +125,7 @@ def call_torch(equation: Equation, operands: Sequence[Any]) -> list[Tensor]:
     """Makes the torch call that an equation recorded."""
     params = dict(equation.params)
     args, kwargs = pytree.tree_map(
-        lambda leaf: operands[leaf.place] if hasattr(leaf, "place") else leaf, params["call"]
+        lambda leaf: operands[leaf.place] if isinstance(leaf, Hole) else leaf, params["call"]
     )
     out = params["function"](*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]

@@ -143,7 +143,6 @@ class Pricer:
         self.program, self.axes, self.profile, self.loads = program, axes, profile, loads
         types = program.types()
         self.types = types if tokens is None else {name: kind.at(tokens) for name, kind in types.items()}
-        self.made = {var.name: eq for eq in program.equations for var in eq.outputs}
 
     def price(self) -> Price:
         """The price of the program."""
@@ -211,14 +210,12 @@ class Pricer:
     def _local(self, eq: Equation, axes: Axes) -> float:
         p, types = self.profile, self.types
         operands = [types[name] for name in eq.operands]
-        outputs = [var if isinstance(var, Type) else types[var.name] for var in eq.outputs]
+        outputs = [types[var.name] for var in eq.outputs]
         moved = float(sum(t.bytes for t in [*operands, *outputs] if t.kind == "tensor"))
         if eq.op in ("expert_ffn", "expert_apply"):
             return p.launch + self._experts(eq, operands, outputs[0], axes)
-        if eq.op == "fan_out" and eq.param("copies") == 1 and eq.param("cut") == 1:
-            return 0.0
-        if eq.op == "fan_in" and eq.param("copies") == 1 and eq.param("cut") == 1:
-            return 0.0
+        if eq.op in ("fan_out", "fan_in") and eq.param("copies") == eq.param("cut") == 1:
+            return 0.0  # a view
         if eq.op == "route":
             x, weight = operands[:2]
             tokens = math.prod(map(int, x.dims[:-1]))
@@ -236,13 +233,11 @@ class Pricer:
         if ragged and eq.layer in self.loads:
             rows *= self.loads[eq.layer].fullest(axes.ep)
         experts = max(1, int(matrices[0].dims[0])) if matrices else 1
-        flops = 0.0
         seconds = 0.0
         dtype = dtype_text(operands[0].dtype)
         hidden = 0.0
         for leaf in matrices:
             one = 2.0 * rows * math.prod(map(int, leaf.dims[1:]))
-            flops += one
             seconds += p.matmul(one, experts, dtype)
             hidden += rows * int(leaf.dims[-1]) * out.dtype.itemsize
         weights = sum(leaf.bytes for leaf in leaves)
@@ -294,6 +289,7 @@ class _Schedule:
         self.ready: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.entries: list[Entry] = []
+        self._began: dict[str, float] = {}  # when backward begins an exchange that forward waits for, by its future
 
     @property
     def end(self) -> float:
@@ -315,11 +311,10 @@ class _Schedule:
         if eq.op == "done":  # the exchange itself is priced at its start, which comes later here
             for name in eq.operands:
                 self.ready[name] = max(self.ready.get(name, 0.0), at)
-            self._began = getattr(self, "_began", {})
             self._began[eq.operands[0]] = at
             return
         if eq.op == "start":
-            began = getattr(self, "_began", {}).get(eq.outputs[0].name, at)
+            began = self._began.get(eq.outputs[0].name, at)
             end = self._place(step, began, step.backward, begins=True)
             self.free[COMPUTE] = max(self.free.get(COMPUTE, 0.0), end)
         else:

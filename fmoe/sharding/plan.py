@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .._errors import PlanError, is_whole
@@ -109,14 +109,6 @@ class Plan:
                 values[name] = int(value) if name in ("r", "pipeline") else value
         refuse_spec(f"Plan.parse({text!r})", problems, PlanError)
         return cls(words[0], **values)
-
-    def with_layout(self, layout: str) -> Plan:
-        """This plan, in `layout` if it does not say one.
-
-        Raises:
-            PlanError: if it needs another layout.
-        """
-        return replace(self, layout=layout) if self.layout is None else self
 
 
 def as_plan(plan: Plan | str) -> Plan:

@@ -65,6 +65,16 @@ class Model:
         """Layers."""
         return [layer.name for layer in self.traced.layers]
 
+    @property
+    def uniform(self) -> list[Assignment]:
+        """Each candidate for all layers."""
+        return [tuple((name, plan) for name in self.names) for plan in self.candidates]
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that a device may use, if there is a limit."""
+        return self.profile.memory if self.spec.memory is None else self.spec.memory
+
     def price(self, assignment: Assignment, load: Bucket) -> Price:
         """The price of an assignment."""
         key = (assignment, load)
@@ -105,13 +115,12 @@ class Model:
         return found
 
     def _rank(self, load: Bucket) -> list[tuple[Assignment, Price]]:
-        uniform = [tuple((name, plan) for name in self.names) for plan in self.candidates]
+        uniform, limit = self.uniform, self.limit
         priced = [(assignment, self.price(assignment, load)) for assignment in uniform]
         if len(self.names) > 1:
             mixed = self._best_of_each(priced, load)
             if mixed not in uniform:
                 priced.append((mixed, self.price(mixed, load)))
-        limit = self.spec.memory if self.spec.memory is not None else self.profile.memory
         fits = [item for item in priced if limit is None or item[1].memory <= limit]
         if not fits:
             least, best = min(priced, key=lambda item: item[1].memory)
@@ -325,19 +334,17 @@ def explain(state: State, load: Mapping[str, Sequence[float]] | None) -> list[Ro
     """Every candidate: its predicted and measured seconds, its memory, and why it runs or lost."""
     check_load(state, load)
     bucket, model = Bucket.of(load, state.model), state.model
-    limit = model.spec.memory if model.spec.memory is not None else model.profile.memory
     ranked = model.ranked(bucket)
     fits = {assignment for assignment, _ in ranked}
-    uniform = [tuple((name, plan) for name in model.names) for plan in model.candidates]
     rows = []
     best = ranked[0][1].seconds
-    for assignment in [a for a, _ in ranked] + [a for a in uniform if a not in fits]:
+    for assignment in [a for a, _ in ranked] + [a for a in model.uniform if a not in fits]:
         found = model.price(assignment, bucket)
         seen = state.took(bucket, assignment)
         if assignment == state.chosen:
             why = "fixed by the user" if state.fixed else "runs"
         elif assignment not in fits:
-            why = f"takes {found.memory:.3g} of {limit:.3g} bytes"
+            why = f"takes {found.memory:.3g} of {model.limit:.3g} bytes"
         elif seen:
             why = "measured slower, or not faster by the margin"
         else:
