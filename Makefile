@@ -5,9 +5,9 @@ BIN := .venv/bin
 .PHONY: demo test lint format clean
 .DELETE_ON_ERROR:
 
-demo: .venv/ready ## trains a small language model on two processes, under every plan in turn, and draws what happened
+demo: .venv/ready ## trains a small language model on two processes, each step under a plan that the planner chose
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-		examples/train_lm.py --out runs/demo --plan cycle --show-program
+		examples/train_lm.py --out runs/demo --show-program
 
 test: .venv/ready
 	$(BIN)/python -m pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# ranks are forks of a process that has imported these, and has no threads yet
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fmoe"])
 
 
 def launch(
@@ -29,7 +33,9 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         call = (fn, world, folder, timeout, ends and survivors is None, args)
-        context = mp.spawn(_run, args=call, nprocs=world, join=survivors is None)
+        context = mp.start_processes(
+            _run, args=call, nprocs=world, join=survivors is None, start_method="forkserver"
+        )
         for rank in survivors or ():
             context.processes[rank].join()
         results = [

@@ -6,7 +6,8 @@ members make hangs the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +21,19 @@ from .collectives import all_reduce
 from .registry import OPS
 from .runtime import Column, Splits
 
-_state: tuple[Any, dict[Any, Any]] = (None, {})
+_state: tuple[Callable[[], Any], dict[Any, Any]] = (lambda: None, {})
 
 
 def made_once() -> dict[Any, Any]:
-    """What was made for the present default group (groups, meshes), by any key; empty after a new start."""
+    """What was made for the present default group (groups, meshes), by any key; empty after a new start.
+
+    The default group itself is not held: one that outlives destroy_process_group still has threads when the
+    interpreter ends, and a thread that then lets go of a tensor aborts the process.
+    """
     global _state
-    if _state[0] is not dist.group.WORLD:
-        _state = (dist.group.WORLD, {})
+    if _state[0]() is not dist.group.WORLD:
+        made: dict[Any, Any] = {}
+        _state = (weakref.ref(dist.group.WORLD, lambda _: made.clear()), made)
     return _state[1]
 
 
@@ -91,11 +97,11 @@ def this_rank() -> int:
 
 def _control() -> Any:
     """The group on which ranks agree about numbers: of host tensors, apart from the exchanges of tokens."""
+    if dist.get_backend() in ("gloo", "fake"):
+        return dist.group.WORLD
     made = made_once()
     if "control" not in made:
-        made["control"] = dist.group.WORLD
-        if dist.get_backend() not in ("gloo", "fake"):
-            made["control"] = dist.new_group(backend="gloo", timeout=_timeout())
+        made["control"] = dist.new_group(backend="gloo", timeout=_timeout())
     return made["control"]
 
 

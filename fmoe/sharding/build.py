@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..program import Equation, Program, Type, Var, infer
@@ -49,10 +48,8 @@ class Builder:
         pairs = tuple(params.items())
         types = infer(op, [self.types[name] for name in operands], pairs, lets=self.lets)
         outputs = tuple(Var(name, type) for name, type in zip(names, types, strict=True))
-        equation = Equation(outputs, op, operands, pairs, note)
-        if like is not None:
-            equation = replace(equation, layer=like.layer, no_grad=like.no_grad, autocast=like.autocast)
-        self.copy(equation)
+        modes = {} if like is None else {"layer": like.layer, "no_grad": like.no_grad, "autocast": like.autocast}
+        self.copy(Equation(outputs, op, operands, pairs, note, **modes))
         return list(names)
 
     def one(self, op: str, operands: Iterable[str], name: str, **rest: Any) -> str:

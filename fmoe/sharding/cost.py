@@ -163,7 +163,9 @@ class Pricer:
         if eq.op in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "start", "call"):
             level, seconds = self._exchange(eq, axes)
             smooth = self.types[eq.operands[0]].dtype.is_floating_point and eq.op != "all_reduce"
-            return _Step(eq, level, seconds, self._exchange(eq, axes, backward=True)[1] if smooth else 0.0)
+            turned = smooth and (eq.param("fn") or eq.op) in _TRANSPOSED
+            back = self._exchange(eq, axes, backward=True)[1] if turned else seconds
+            return _Step(eq, level, seconds, back if smooth else 0.0)
         if eq.op in _FREE:
             return _Step(eq, COMPUTE, 0.0, 0.0)
         seconds = self._local(eq, axes)

@@ -10,7 +10,9 @@ Pure functions on a frozen state, as optax does it:
 Every legal plan is priced first (`cost`); plans that do not fit in memory are out. Of the analytic order
 only the best `TRIALS` of a kind of load are ever tried: each is run for `REPEATS` steps, and what it took
 is remembered, for `STALE` steps. Afterwards the best one runs, and gives way to another only where that is
-better by `MARGIN`. A kind of load is the excess of the fullest part of the experts over the mean, in steps of
+better by `MARGIN`. When `REPEATS` steps in a row take `CHANGED` times more or less than the same plan took
+before, the machine has changed: all else that was measured is forgotten and tried anew, so a slow rank or link
+is answered within ``REPEATS * (1 + TRIALS)`` steps. A kind of load is the excess of the fullest part of the experts over the mean, in steps of
 `STEP`, and choices follow a running mean of it, so that a load that swings across a crossover does not make
 them swing. All inputs are numbers that the ranks have agreed on, so every rank makes the same choice.
 
@@ -37,6 +39,7 @@ REPEATS = 2
 MARGIN = 0.05
 KEPT = 5
 STALE = 200
+CHANGED = 1.5
 STEP = 1.25
 #: Weight of the last step in the running mean of the load.
 WEIGHT = 0.25
@@ -88,9 +91,9 @@ class Model:
     def _lowered(self, assignment: Assignment) -> Any:
         key = ("lowered", assignment)
         if key not in self.known:
-            t = self.traced
+            t, steps = self.traced, self.known.setdefault("steps", {})
             self.known[key] = lower(
-                t.program, t.layers, t.captured.roles, self.spec.mesh, dict(assignment), self.widths
+                t.program, t.layers, t.captured.roles, self.spec.mesh, dict(assignment), self.widths, steps
             )
         return self.known[key]
 
@@ -290,7 +293,10 @@ def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]]
     model, measured = state.model, dict(state.measured)
     if not state.fixed and math.isfinite(seconds) and seconds > 0:
         key = (Bucket.of(state.load, model), plans)  # the kind of load that the plans were chosen for
-        measured[key] = (*measured.get(key, ()), (state.step, seconds))[-KEPT:]
+        taken = (*measured.get(key, ()), (state.step, seconds))
+        if _changed([took for _, took in taken]):
+            taken, measured = taken[-REPEATS:], {}
+        measured[key] = taken[-KEPT:]
     means, held = dict(state.means), dict(state.load or {})
     for name, counts in (load or {}).items():
         excess = _excess(model, name, counts)
@@ -299,6 +305,15 @@ def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]]
         if abs(means[name] - level) > LEFT_BEHIND:
             held[name] = _load_of(model, name, round(means[name]))
     return replace(state, measured=measured, chosen=plans, means=means, load=held or None, step=state.step + 1)
+
+
+def _changed(taken: Sequence[float]) -> bool:
+    """Whether the last steps all took much more, or all much less, than those before."""
+    before, last = taken[:-REPEATS], taken[-REPEATS:]
+    if len(before) < REPEATS:
+        return False
+    usual = statistics.median(before)
+    return min(last) > CHANGED * usual or max(last) * CHANGED < usual
 
 
 def check_load(state: State, load: Mapping[str, Sequence[float]] | None) -> None:
