@@ -178,7 +178,7 @@ def tried(state: planner.State) -> planner.State:
     known = state
     for plans, found in state.model.ranked(planner.Bucket.of(state.load, state.model))[: planner.TRIALS]:
         for _ in range(planner.REPEATS):
-            known = planner.observe(known, plans, state.load, found.seconds)
+            known = planner.observe(known, plans, None, found.seconds)
     return replace(known, chosen=state.chosen, load=state.load, means=state.means, step=state.step)
 
 

@@ -13,7 +13,7 @@ from .sharding.cost import COMPUTE, Price
 from .sharding.plan import Plan
 from .sharding.presets import PRESETS
 from .sharding.profile import Profile
-from .workload import DTYPES, Workload, best, profile_of
+from .workload import DTYPES, Workload, best, duplicates, profile_of
 
 CHANNELS = {COMPUTE: "compute", "inside": "exchange inside nodes", "between": "exchange between nodes"}
 #: Parts of a time that are less than this share of it are not told.
@@ -136,6 +136,9 @@ def advice(
     yield ""
     yield "Why not"
     yield from _reasons(prices, chosen, limit)
+    if chosen.parallelism == "ep" and mesh.nodes > 1 and w.experts % mesh.nodes == 0 and w.top_k > 1:
+        share = duplicates(w.experts, w.top_k, mesh.nodes)
+        yield f"  {100 * share:.0f} % of the copies that ep sends to nodes are of a token the node has (even routing)"
 
 
 def _reasons(prices: Mapping[Plan, Price], chosen: Plan, limit: float | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -33,9 +34,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         call = (fn, world, folder, timeout, ends and survivors is None, args)
-        context = mp.start_processes(
-            _run, args=call, nprocs=world, join=survivors is None, start_method="forkserver"
-        )
+        context = mp.start_processes(_run, args=call, nprocs=world, join=survivors is None, start_method="forkserver")
         for rank in survivors or ():
             context.processes[rank].join()
         results = [
@@ -51,6 +50,7 @@ def launch(
 def _run(
     rank: int, fn: Callable[..., Any], world: int, folder: str, timeout: float, ends: bool, args: tuple[Any, ...]
 ) -> None:
+    faulthandler.enable()  # a rank that dies says where
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(

@@ -203,6 +203,21 @@ def test_one_slow_step_is_not_a_changed_machine(times):
     assert set(state.measured) == known
 
 
+def test_rows_that_a_capacity_drops_are_no_load():
+    """Expert 0 of 8 is chosen 7 times in 10; a capacity of 1.25 keeps 1.25 eighths of all choices for it."""
+    counts = {"moe.0": [70.0, *[30 / 7] * 7]}
+    dropping, keeping = model_of(world=8, capacity=1.25), model_of(world=8)
+    assert planner.Bucket.of(counts, dropping.model) == planner.Bucket((("moe.0", 1),))  # 1.25, in powers of 1.25
+    assert dict(planner.Bucket.of(counts, keeping.model).levels)["moe.0"] == round(math.log(5.6) / math.log(1.25))
+    pairs = model_of(world=2, node=2, capacity=1.25)
+    assert planner.Bucket.of(counts, pairs.model) == planner.Bucket((("moe.0", -3),))  # 0.57 of a half of all
+    even_price, price_now = (
+        pairs.model.price(pairs.model.uniform[2], bucket).seconds
+        for bucket in (planner.Bucket(), planner.Bucket((("moe.0", -3),)))
+    )
+    assert price_now < even_price
+
+
 def test_what_the_user_fixed_is_never_overridden():
     state = model_of(plan="ep r=2")
     for _ in range(10):

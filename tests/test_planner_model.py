@@ -22,7 +22,7 @@ from fmoe.sharding.cost import COMPUTE, Load, price
 from fmoe.sharding.planner import Bucket, init
 from fmoe.sharding.presets import PRESETS
 from fmoe.sharding.profile import COLLECTIVES, DTYPES, LEVELS, Profile, Segment
-from fmoe.workload import without_data
+from fmoe.workload import duplicates, without_data
 
 NDM = PRESETS["a100_ndm"]
 SIZES = {"k": 2, "f": 1.0, "activation": "relu", "dtype": torch.float16}
@@ -154,6 +154,21 @@ CASES = [
     (4, 48, 4096, 512, 1, 1.0, "relu"),
     (8, 64, 8192, 256, 2, 2.0, "relu"),
 ]
+
+
+MEASURED_DUPLICATES = {32: (2, 4, 7, 9), 16: (3, 9, 14, 18), 8: (6, 17, 27, 34), 4: (12, 32, 46, 55)}
+
+
+@pytest.mark.parametrize("groups", MEASURED_DUPLICATES)
+def test_the_share_of_duplicates(groups):
+    """HierMoE's table (percent, K = 2, 4, 6, 8), X-MoE's two figures, and a count over every choice of experts."""
+    found = [100 * duplicates(256, k, groups) for k in (2, 4, 6, 8)]
+    assert found == pytest.approx(MEASURED_DUPLICATES[groups], abs=1.1)
+    assert 100 * duplicates(256, 8, 4) == pytest.approx(54.8, abs=0.1)
+    assert 100 * duplicates(256, 8, 2) == pytest.approx(75.1, abs=0.1)
+    every = list(itertools.combinations(range(8), 3))
+    reached = sum(len({e // 2 for e in chosen}) for chosen in every) / len(every)
+    assert duplicates(8, 3, 4) == pytest.approx(1 - reached / 3, rel=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -54,7 +54,7 @@ def test_the_fullest_part_counts_and_a_capacity_caps_it():
     four = dataclasses.replace(loaded, world=4, node=4)
     assert four.excess == pytest.approx((3 + 5 / 7) / 2)
     assert dataclasses.replace(loaded, capacity=2.0).excess == pytest.approx(2.0)
-    assert dataclasses.replace(loaded, capacity=0.5).excess == 1.0
+    assert dataclasses.replace(loaded, capacity=0.5).excess == 0.5
     assert filled(BASE, 9.0).imbalance == 4.0
 
 

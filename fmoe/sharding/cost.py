@@ -86,27 +86,34 @@ class Price:
 
 @dataclass(frozen=True)
 class Load:
-    """How the choices of a layer are spread: choices of each expert, over all ranks."""
+    """How the choices of a layer are spread over experts.
+
+    Attributes:
+        counts: choices of each expert that are kept, over all ranks.
+        total: choices made; those that are not kept were dropped. By default all are kept.
+        ratio: instead of counts, what `fullest` is.
+    """
 
     counts: tuple[float, ...]
+    total: float | None = None
     ratio: float | None = None
 
     @classmethod
     def spread(cls, ratio: float) -> Load:
         """A load of which only the excess of the fullest part is known."""
-        return cls((), ratio)
+        return cls((), ratio=ratio)
 
     def fullest(self, parts: int) -> float:
-        """Rows of the fullest of `parts` groups of experts over those of the mean one; 1 for no rows.
+        """Rows of the fullest of `parts` groups of experts, over a part's share of all choices; 1 for no rows.
 
         Example:
-            >>> Load((6, 0, 1, 1)).fullest(2)
-            1.5
+            >>> Load((6, 0, 1, 1)).fullest(2), Load((2, 0, 1, 1), total=8).fullest(2)
+            (1.5, 0.5)
         """
         if self.ratio is not None:
-            return max(1.0, min(self.ratio, float(parts)))
-        total = sum(self.counts)
-        if total <= 0:
+            return min(self.ratio, float(parts))
+        total = sum(self.counts) if self.total is None else self.total
+        if total <= 0 or sum(self.counts) <= 0:
             return 1.0
         each = -(-len(self.counts) // parts)
         groups = [sum(self.counts[i * each : (i + 1) * each]) for i in range(parts)]
@@ -143,6 +150,11 @@ class Pricer:
         self.program, self.axes, self.profile, self.loads = program, axes, profile, loads
         types = program.types()
         self.types = types if tokens is None else {name: kind.at(tokens) for name, kind in types.items()}
+        self.choices = {  # T * K of each layer
+            eq.layer: float(math.prod(map(int, self.types[eq.operands[1]].dims)))
+            for eq in program.equations
+            if eq.op == "dispatch"
+        }
 
     def price(self) -> Price:
         """The price of the program."""
@@ -234,6 +246,8 @@ class Pricer:
         ragged = last < len(operands) and operands[-1].kind == "host"
         if ragged and eq.layer in self.loads:
             rows *= self.loads[eq.layer].fullest(axes.ep)
+        if eq.op == "expert_apply":  # of this rank's own tokens: slots that hold none cost nothing
+            rows = min(rows, self.choices.get(eq.layer, math.inf))
         experts = max(1, int(matrices[0].dims[0])) if matrices else 1
         seconds = 0.0
         dtype = dtype_text(operands[0].dtype)

@@ -12,9 +12,10 @@ only the best `TRIALS` of a kind of load are ever tried: each is run for `REPEAT
 is remembered, for `STALE` steps. Afterwards the best one runs, and gives way to another only where that is
 better by `MARGIN`. When `REPEATS` steps in a row take `CHANGED` times more or less than the same plan took
 before, the machine has changed: all else that was measured is forgotten and tried anew, so a slow rank or link
-is answered within ``REPEATS * (1 + TRIALS)`` steps. A kind of load is the excess of the fullest part of the experts over the mean, in steps of
-`STEP`, and choices follow a running mean of it, so that a load that swings across a crossover does not make
-them swing. All inputs are numbers that the ranks have agreed on, so every rank makes the same choice.
+is answered within ``REPEATS * (1 + TRIALS)`` steps. A kind of load is what the fullest part of the experts has
+over its share of all choices, in steps of `STEP`, and choices follow a running mean of it, so that a load that
+swings across a crossover does not make them swing. All inputs are numbers that the ranks have agreed on, so every
+rank makes the same choice.
 
 An assignment gives each layer a plan: the same for all, or for each layer the best one under its load.
 """
@@ -152,31 +153,35 @@ class Bucket:
     levels: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, load: Mapping[str, Sequence[float]] | None, model: Model) -> Bucket:
+    def of(cls, load: Loads, model: Model) -> Bucket:
         """The kind of a load; even where none is given."""
         if load is None:
             return cls()
-        levels = [(name, round(_excess(model, name, load[name]))) for name in model.names if name in load]
-        return cls(tuple(levels) if any(level for _, level in levels) else ())
+        if isinstance(load, Bucket):
+            return load
+        return cls.at({name: round(_excess(model, name, load[name])) for name in model.names if name in load})
+
+    @classmethod
+    def at(cls, levels: Mapping[str, int]) -> Bucket:
+        """The kind of load with these levels; 0 where none is given."""
+        return cls(tuple((name, level) for name, level in sorted(levels.items()) if level))
+
+
+Loads = Mapping[str, Sequence[float]] | Bucket | None
 
 
 def _excess(model: Model, name: str, counts: Sequence[float]) -> float:
-    """The fullest part of the experts over the mean, in powers of `STEP`, after what a capacity drops."""
+    """Rows of the fullest part of the experts, over its share of all choices, in powers of `STEP`.
+
+    Below 0 where a capacity drops so many that even the fullest part has less than that.
+    """
     layer = next(layer for layer in model.traced.layers if layer.name == name)
     rule = None if layer.gate is None else layer.gate.param("capacity")
-    if rule is not None and rule.ratio is not None and sum(counts) > 0:
-        most = rule.ratio[0] / rule.ratio[1] * sum(counts) / len(counts)
-        counts = [min(c, most) for c in counts]
-    return math.log(Load(tuple(counts)).fullest(model.spec.mesh.expert)) / math.log(STEP)
-
-
-def _load_of(model: Model, name: str, level: float) -> tuple[float, ...]:
-    """Choices of each expert whose fullest part has `level`, the others being alike."""
-    experts, parts = next(x.num_experts for x in model.traced.layers if x.name == name), model.spec.mesh.expert
-    each = -(-experts // parts)
-    full = min(STEP**level, float(parts)) / parts
-    rest = 1.0 - full
-    return tuple(full / each if e < each else rest / max(1, experts - each) for e in range(experts))
+    kept, total = list(counts), sum(counts)
+    if rule is not None and rule.ratio is not None and total > 0:
+        most = rule.ratio[0] / rule.ratio[1] * total / len(counts)
+        kept = [min(c, most) for c in counts]
+    return math.log(Load(tuple(kept), total).fullest(model.spec.mesh.expert)) / math.log(STEP)
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,8 @@ class State:
         chosen: the assignment that runs.
         fixed: whether the user chose it.
         means: by layer, the running mean of the excess of the fullest part, in powers of `STEP`.
-        load: by layer, choices of each expert that stand for the kind of load for which plans are chosen;
-            it follows the means, and moves only when they have left it behind.
+        load: the kind of load for which plans are chosen; it follows the means, and moves only when they have
+            left it behind.
         step: how many steps were observed.
     """
 
@@ -199,7 +204,7 @@ class State:
     chosen: Assignment | None = None
     fixed: bool = False
     means: Mapping[str, float] = field(default_factory=dict)
-    load: Mapping[str, tuple[float, ...]] | None = None
+    load: Bucket | None = None
     step: int = 0
 
     def took(self, bucket: Bucket, assignment: Assignment) -> list[float]:
@@ -231,8 +236,8 @@ def init(traced: Any, spec: ShardingSpec, profile: Profile, widths: Mapping[str,
     return replace(state, chosen=model.ranked(Bucket())[0][0])
 
 
-def choose(state: State, load: Mapping[str, Sequence[float]] | None) -> Assignment:
-    """The plans to run under a load: a trial, or the best as far as is known.
+def choose(state: State, load: Loads) -> Assignment:
+    """The plans to run under a load, by layer the choices of each expert: a trial, or the best as far as is known.
 
     Raises:
         ValueError: if the load is not one number of at least 0 for each expert of each layer.
@@ -297,14 +302,14 @@ def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]]
         if _changed([took for _, took in taken]):
             taken, measured = taken[-REPEATS:], {}
         measured[key] = taken[-KEPT:]
-    means, held = dict(state.means), dict(state.load or {})
+    means, levels = dict(state.means), dict(() if state.load is None else state.load.levels)
     for name, counts in (load or {}).items():
         excess = _excess(model, name, counts)
         means[name] = (1 - WEIGHT) * means.get(name, excess) + WEIGHT * excess
-        level = _excess(model, name, held[name]) if name in held else math.inf
-        if abs(means[name] - level) > LEFT_BEHIND:
-            held[name] = _load_of(model, name, round(means[name]))
-    return replace(state, measured=measured, chosen=plans, means=means, load=held or None, step=state.step + 1)
+        if state.load is None or abs(means[name] - levels.get(name, 0)) > LEFT_BEHIND:
+            levels[name] = round(means[name])
+    kind = state.load if load is None else Bucket.at(levels)
+    return replace(state, measured=measured, chosen=plans, means=means, load=kind, step=state.step + 1)
 
 
 def _changed(taken: Sequence[float]) -> bool:
@@ -316,14 +321,14 @@ def _changed(taken: Sequence[float]) -> bool:
     return min(last) > CHANGED * usual or max(last) * CHANGED < usual
 
 
-def check_load(state: State, load: Mapping[str, Sequence[float]] | None) -> None:
+def check_load(state: State, load: Loads) -> None:
     """Checks a load.
 
     Raises:
         ValueError: naming what does not fit; nothing has changed.
     """
     for layer in state.model.traced.layers:
-        counts = None if load is None else load.get(layer.name)
+        counts = None if load is None or isinstance(load, Bucket) else load.get(layer.name)
         if counts is None:
             continue
         wrong = [c for c in counts if not (isinstance(c, (int, float)) and math.isfinite(c) and c >= 0)]
@@ -345,7 +350,7 @@ class Row:
     why: str
 
 
-def explain(state: State, load: Mapping[str, Sequence[float]] | None) -> list[Row]:
+def explain(state: State, load: Loads) -> list[Row]:
     """Every candidate: its predicted and measured seconds, its memory, and why it runs or lost."""
     check_load(state, load)
     bucket, model = Bucket.of(load, state.model), state.model
