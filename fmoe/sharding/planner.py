@@ -331,8 +331,7 @@ def check_load(state: State, load: Loads) -> None:
         counts = None if load is None or isinstance(load, Bucket) else load.get(layer.name)
         if counts is None:
             continue
-        wrong = [c for c in counts if not (isinstance(c, (int, float)) and math.isfinite(c) and c >= 0)]
-        if len(counts) != layer.num_experts or wrong:
+        if len(counts) != layer.num_experts or not math.isfinite(sum(counts)) or min(counts) < 0:
             raise ValueError(
                 f"load of {layer.name}: {list(counts)} must be {layer.num_experts} finite numbers of at least 0, the "
                 "choices of each expert. The plan stays as it is."
