@@ -32,6 +32,7 @@ LAYERS = [
     "signature",
     "stages",
     "auto",
+    "measure",
     "calibrate",
     "workload",
     "advice",

@@ -17,7 +17,7 @@ from fmoe.sharding.fit import fit, received
 from fmoe.sharding.presets import PRESETS
 from fmoe.sharding.profile import COLLECTIVES, DTYPES, LEVELS, Profile, interpolate
 
-SMALL = Effort(dims=(16, 64), sizes=(2**10, 2**14, 2**18), moved=2**18, budget=0.0, longest=1.0)
+SMALL = Effort(dims=(32, 128), sizes=(2**10, 2**14, 2**18), moved=2**22, budget=0.0, longest=1.0)
 
 
 def saved(path, profile):
