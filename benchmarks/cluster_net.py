@@ -9,6 +9,7 @@ A host has the interface `DEVICE` and, inside it, processes that call `limit` to
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 DEVICE = "e0"
+_made = itertools.count()
 QUEUE_MS = 400  # how long a packet may wait for the link before it is dropped
 
 
@@ -45,7 +47,7 @@ def why_not() -> str:
 @contextlib.contextmanager
 def cluster(hosts: int) -> Iterator[list[str]]:
     """Names of namespaces with addresses 10.77.0.1, ...; gone afterwards, whatever happened."""
-    mark = f"fm{os.getpid()}"  # interface names have 15 letters
+    mark = f"fm{os.getpid()}{chr(97 + next(_made) % 26)}"  # interface names have 15 letters; old ones go slowly
     names = [f"{mark}h{i}" for i in range(hosts)]
     before = signal.signal(signal.SIGTERM, _leave)
     try:

@@ -44,7 +44,7 @@ import fmoe
 
 FAST, SLOW = 10_000.0, 60.0  # Mbit/s
 PHASES = {"fast link": FAST, "slow link": SLOW, "fast again": FAST, "slow rank": FAST}
-EXPERTS, TOKENS, DIM, HIDDEN = 4, 1024, 256, 1024
+EXPERTS, TOKENS, DIM, HIDDEN = 2, 2048, 128, 4096
 
 
 @contextlib.contextmanager

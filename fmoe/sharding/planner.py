@@ -40,7 +40,7 @@ REPEATS = 2
 MARGIN = 0.05
 KEPT = 5
 STALE = 200
-CHANGED = 1.5
+CHANGED = 1.3
 STEP = 1.25
 #: Weight of the last step in the running mean of the load.
 WEIGHT = 0.25
