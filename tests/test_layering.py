@@ -39,6 +39,7 @@ LAYERS = [
     "sweep_report",
     "sweep",
     "transforms",
+    "integrations",
     "__init__",
     "__main__",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,24 +21,24 @@ from .collectives import all_reduce
 from .registry import OPS
 from .runtime import Column, Splits
 
-_state: tuple[Any, dict[Any, dict[Any, Any]]] = (None, {})
-_within: ContextVar[Any] = ContextVar("within", default=None)
+_state: tuple[Any, dict[Any, Any]] = (None, {})
+_within: Any = None
 
 
 @contextmanager
 def within(group: Any) -> Iterator[None]:
     """Makes the ranks of `group` the ranks of a mesh meanwhile; None for all. Only members may enter."""
-    token = _within.set(group)
+    global _within
+    before, _within = _within, group
     try:
         yield
     finally:
-        _within.reset(token)
+        _within = before
 
 
 def everyone() -> Any:
     """The process group whose ranks are the mesh's: the default one, or that of `within`."""
-    group = _within.get()
-    return dist.group.WORLD if group is None else group
+    return dist.group.WORLD if _within is None else _within
 
 
 def made_once() -> dict[Any, Any]:
@@ -47,7 +46,8 @@ def made_once() -> dict[Any, Any]:
     global _state
     if _state[0] is not dist.group.WORLD:
         _state = (dist.group.WORLD, {})
-    return _state[1].setdefault(getattr(everyone(), "group_name", None), {})
+    made = _state[1]
+    return made if _within is None else made.setdefault(("within", _within.group_name), {})
 
 
 def group_name(axes: Axes, axis: str) -> str:

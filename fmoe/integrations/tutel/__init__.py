@@ -1,0 +1,5 @@
+"""Tutel's layer on fmoe."""
+
+from . import moe as moe
+from .moe import MOELayer as MOELayer
+from .moe import moe_layer as moe_layer
