@@ -41,11 +41,6 @@ _GATED = {nnf.silu: "swiglu", nnf.gelu: "geglu"}
 class Experts(torch.nn.Module):
     """What `FusedExpertsNetwork` and `LlamaFFNNetwork` share: one activation, by name or as a function."""
 
-    batched_fc1_bias: Tensor | None
-    batched_fc2_bias: Tensor | None
-    W_fc1: Tensor
-    W_fc2: Tensor
-    W_fc3: Tensor
     ranks: Ranks
     hidden_size_per_expert: int
     output_dim: int
@@ -83,6 +78,9 @@ class Experts(torch.nn.Module):
 
 class FusedExpertsNetwork(Experts):
     """Experts of two linear layers: Tutel's type ``"ffn"``, with its parameters and its initialisation."""
+
+    batched_fc1_bias: Tensor | None
+    batched_fc2_bias: Tensor | None
 
     def __init__(
         self,
@@ -154,6 +152,10 @@ class FusedExpertsNetwork(Experts):
 
 class LlamaFFNNetwork(Experts):
     """Gated experts, ``(act(x W1) * (x W2)) W3``: Tutel's type ``"llama_ffn"``, with its flat parameters."""
+
+    W_fc1: Tensor
+    W_fc2: Tensor
+    W_fc3: Tensor
 
     def __init__(
         self,
