@@ -352,7 +352,7 @@ def _found(pattern: str) -> list[tuple[int, int]]:
     wanted = wanted.replace(re.escape("{size}"), "(?P<size>[0-9]+)", 1)
     wanted = wanted.replace(re.escape("{rank}"), "(?P=rank)").replace(re.escape("{size}"), "(?P=size)")
     found = []
-    for file in glob.glob(_named(glob.escape(pattern).replace("[{]", "{"), "*", "*")):
+    for file in glob.glob(_named(glob.escape(pattern), "*", "*")):
         match = re.fullmatch(wanted, file)
         if match is not None:
             found.append((int(match["rank"]), int(match.groupdict().get("size") or 0)))

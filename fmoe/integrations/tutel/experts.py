@@ -255,7 +255,7 @@ def apply_custom(layer: Any, x: Tensor, routed: Routed, shape: Sequence[int]) ->
     buf = rearrange.expand(x, index, torch.ones_like(index, dtype=x.dtype), num_experts * width)
     if not exchange:
         out = _checked(layer.experts, buf.view(num_experts, width, *shape), layer)
-        flat = out.reshape(num_experts * width, -1)
+        flat = out.flatten(2).flatten(0, 1)
     else:
         mesh = ranks.mesh
         each, c, dim = num_experts // mesh.expert, width // cut, x.shape[1]
@@ -263,17 +263,19 @@ def apply_custom(layer: Any, x: Tensor, routed: Routed, shape: Sequence[int]) ->
         send = pieces.expand(-1, r, -1, -1, -1, -1).reshape(ranks.world, each, c, dim)
         recv = ranks.exchanged(send).transpose(0, 1).reshape(each, ranks.world * c, *shape)
         out = _checked(layer.experts, recv, layer)
-        back = ranks.exchanged(out.reshape(each, ranks.world, c, -1).transpose(0, 1))
-        home = back.view(mesh.expert, r, cut, each, c, -1).sum(1).movedim(1, 2)
-        flat = home.reshape(num_experts * width, -1)
+        back = ranks.exchanged(out.flatten(2).unflatten(1, (ranks.world, c)).transpose(0, 1))
+        home = back.unflatten(0, (mesh.expert, r, cut)).sum(1).movedim(1, 2)
+        flat = home.reshape(num_experts * width, back.shape[-1])
     y = rearrange.combine(flat, index, routed.weights)
     return y.reshape(x.shape[0], *out.shape[2:])
 
 
 def _checked(module: Any, rows: Tensor, layer: Any) -> Tensor:
     out = module(rows, layer)
-    if not isinstance(out, Tensor) or out.shape[:2] != rows.shape[:2]:
+    if not isinstance(out, Tensor) or out.dim() < 3 or out.shape[:2] != rows.shape[:2]:
         found = type_text(out) if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        refuse("moe_layer", [f"the custom experts made {found} of {type_text(rows)}: keep the first two dims."])
+        refuse(
+            "moe_layer", [f"the custom experts made {found} of {type_text(rows)}: keep the first two dims of three."]
+        )
     made: Tensor = out
     return made

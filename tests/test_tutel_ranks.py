@@ -1,0 +1,180 @@
+"""Tutel's layer on several processes: every degree, kind of experts and group computes what one process does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import tutel_loop
+from oracle import assert_close
+
+from fmoe.integrations import tutel
+from fmoe.integrations.tutel.layout import Layer, part_of
+
+M, H, WIDE, WORLD = 6, 8, 10, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer over 4 ranks, or over each pair of them."""
+
+    kind: str
+    experts: int
+    factor: float = 0.0
+    layer: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    call: dict = field(default_factory=dict)
+    pair: bool = False
+
+    @property
+    def world(self) -> int:
+        return 2 if self.pair else WORLD
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The whole layer's entries."""
+        gen, e, out = torch.Generator().manual_seed(7), self.experts, self.options.get("output_dim", M)
+        shapes = {
+            "ffn": {"fc1_w": (e, H, M), "fc2_w": (e, H, out), "fc1_bias": (e, H), "fc2_bias": (e, out)},
+            "llama_ffn": {f"W_fc{i}": (e * M * H,) for i in (1, 2, 3)},
+            "custom": {"W": (e, M, M)},
+        }[self.kind]
+        shapes = {("batched_" if self.kind == "ffn" else "") + name: shape for name, shape in shapes.items()}
+        shapes = {f"experts.{name}": shape for name, shape in shapes.items()} | {"gates.0.wg.weight": (e, M)}
+        return {name: torch.randn(shape, generator=gen, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def tokens(self, rank: int) -> torch.Tensor:
+        """A rank's own, of which there are more on later ranks."""
+        return torch.randn(5 + rank, M, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+    def functions(self, state: dict[str, torch.Tensor]) -> list:
+        """Every expert as a function of one row."""
+        act = self.options.get("activation_fn")
+        if self.kind == "ffn":
+            return tutel_loop.ffn(state, act or torch.relu)
+        if self.kind == "llama_ffn":
+            return tutel_loop.llama(state, self.experts, M, act or torch.nn.functional.silu)
+        return [lambda row, e=e: torch.tanh(row @ state["experts.W"][e]) for e in range(self.experts)]
+
+
+class Tanh(torch.nn.Module):
+    """Experts of the user's own, which see the rows of all ranks."""
+
+    def __init__(self, model_dim: int, num_experts_per_device: int, sharded_count: int, seen: list) -> None:
+        super().__init__()
+        self.W, self.seen = torch.nn.Parameter(torch.zeros(num_experts_per_device, model_dim, model_dim)), seen
+
+    def forward(self, x: torch.Tensor, ctx: tutel.MOELayer) -> torch.Tensor:
+        self.seen.append((tuple(x.shape[:1]), ctx.sharded_count, ctx.num_global_experts))
+        return torch.tanh(torch.matmul(x, self.W))
+
+
+CASES = [
+    *(Case("ffn", 2, 0.7, {"parallel_type": f"adaptive:{r}"}, {"output_dim": WIDE}) for r in (0, 1, 2)),
+    *(Case("ffn", 1, 0.0, {"parallel_type": t}, {"activation_fn": torch.tanh}) for t in ("model", "data")),
+    Case("ffn", 2, 0.7, {"parallel_type": "adaptive:2"}, {"activation_fn": torch.tanh, "output_dim": 3}),
+    Case("ffn", 8, 0.7, {"parallel_type": "auto", "is_postscore": False}),
+    Case("ffn", 4, -0.5, {"a2a_ffn_overlap_degree": 3, "batch_prioritized_routing": True}),
+    Case("ffn", 4, 0.5, call={"inequivalent_tokens": True}),
+    Case("ffn", 1, 0.7, call={"adaptive_r": 2, "a2a_ffn_overlap_degree": 2, "capacity_factor": 0.0}),
+    *(Case("llama_ffn", 2, 1.0, {"parallel_type": f"adaptive:{r}"}) for r in (0, 2)),
+    Case("llama_ffn", 8, 1.0, {"is_postscore": False}, {"activation_fn": torch.tanh}),
+    Case("custom", 8, 0.7),
+    Case("custom", 4, 0.0),
+    Case("ffn", 4, 1.0, pair=True),
+    Case("ffn", 1, 1.0, pair=True),
+    Case("custom", 2, 0.0, pair=True),
+]  # fmt: skip
+
+
+def run(case: Case, group) -> dict:
+    """One call and its gradients on this rank."""
+    count = case.experts // case.world or -(case.world // case.experts)
+    experts: dict = {"type": case.kind, "num_experts_per_device": count, **case.options}
+    experts |= {"module": Tanh, "seen": []} if case.kind == "custom" else {"hidden_size_per_expert": H}
+    gate = {"type": "top", "k": 2, "capacity_factor": case.factor}
+    layer = tutel.moe_layer(gate_type=gate, model_dim=M, experts=experts, group=group, **case.layer)
+    tutel.checkpoint.load(layer, case.state())
+    x = case.tokens(dist.get_rank(group)).requires_grad_(True)
+    y = layer(x, **case.call)
+    (y.square().sum() + y.l_aux).backward()
+    marks = all(p.skip_allreduce for _, p in layer.get_parameter_iterator("local_experts"))
+    return {
+        "y": y.detach(),
+        "l_aux": y.l_aux.detach(),
+        "x": x.grad,
+        "gate": layer.gates[0].wg.weight.grad,
+        "marks": marks and not any(hasattr(p, "skip_allreduce") for _, p in layer.get_parameter_iterator("gate")),
+        "experts": {name: p.grad for name, p in layer.experts.named_parameters()},
+    }
+
+
+def work(rank: int) -> dict:
+    torch.set_default_dtype(torch.float64)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    done: dict = {i: run(case, pairs[rank // 2] if case.pair else None) for i, case in enumerate(CASES)}
+    done["refused"] = []
+    for count in (-3, -8, 0):
+        with pytest.raises(ValueError) as info:
+            tutel.moe_layer({"type": "top"}, M, {"type": "ffn", "num_experts_per_device": count,
+                                                 "hidden_size_per_expert": H})  # fmt: skip
+        done["refused"].append(str(info.value))
+    for bad in ({"parallel_type": "adaptive:3"}, {"hidden_size_per_expert": 9}, {"group": pairs[1 - rank // 2]}):
+        experts = {"type": "ffn", "num_experts_per_device": -4,
+                   "hidden_size_per_expert": bad.pop("hidden_size_per_expert", H)}  # fmt: skip
+        with pytest.raises(ValueError) as info:
+            tutel.moe_layer({"type": "top"}, M, experts, **bad)
+        done["refused"].append(str(info.value))
+    return done
+
+
+@pytest.fixture(scope="module")
+def results():
+    return ranks.launch(work, WORLD)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.kind}-{c.experts}")
+def test_ranks_compute_what_one_process_does(case, results):
+    """Outputs, losses and gradients: those of experts are of the sum over ranks, those of gates of one rank's."""
+    factor = case.call.get("capacity_factor", case.factor)
+    samples = 4 + case.world if "inequivalent_tokens" in case.call else None
+    whole = {name: entry.requires_grad_(True) for name, entry in case.state().items()}
+    total, first = 0, WORLD - case.world if case.pair else 0
+    expected = []
+    for rank in range(case.world):
+        x = case.tokens(rank).requires_grad_(True)
+        y, l_aux = tutel_loop.layer(
+            x, x @ whole["gates.0.wg.weight"].t(), case.functions(whole), k=2, factor=factor, samples=samples,
+            postscore=case.layer.get("is_postscore", True),
+            priority=case.layer.get("batch_prioritized_routing", False),
+        )  # fmt: skip
+        loss = y.square().sum() + l_aux
+        gradients = torch.autograd.grad(loss, [x, whole["gates.0.wg.weight"]], retain_graph=True)
+        expected.append((y, l_aux, *gradients))
+        total = total + loss
+    total.backward()
+    layer = Layer("", case.experts, M)
+    for rank in range(case.world):
+        found = results[first + rank][CASES.index(case)]
+        for name, want in zip(("y", "l_aux", "x", "gate"), expected[rank], strict=True):
+            assert_close(found[name], want, what=f"{name} on rank {rank}")
+        for name, grad in found["experts"].items():
+            want = whole[f"experts.{name}"].grad
+            assert_close(grad, part_of(layer, name, want, rank, case.world), what=f"{name} on rank {rank}")
+        assert found["marks"]
+
+
+def test_what_ranks_refuse(results):
+    assert results[0]["refused"] == results[3]["refused"] == [
+        "moe_layer: num_experts_per_device=-3 puts one expert on 3 ranks, but the group has 4: choose one of -1, -2, "
+        "-4, or a number above 0.",
+        "moe_layer: num_experts_per_device=-8 puts one expert on 8 ranks, but the group has 4: choose one of -1, -2, "
+        "-4, or a number above 0.",
+        "moe_layer: num_experts_per_device=0, but it must be n for n experts on each rank, or -n for one expert on n "
+        "ranks.",
+        "moe_layer: parallel_type='adaptive:3', but 4 ranks share an expert: choose a degree of 0, 1, 2, 4.",
+        "moe_layer: hidden_size_per_expert=9 is split over the 4 ranks that share an expert: choose a multiple of 4.",
+        "moe_layer: this process is no member of group=: make the layer on the group's ranks only.",
+    ]  # fmt: skip
