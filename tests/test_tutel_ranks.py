@@ -111,10 +111,112 @@ def run(case: Case, group) -> dict:
     }
 
 
-def work(rank: int) -> dict:
+# --- Swin-MoE's files -------------------------------------------------------------------------------------------------
+
+#: Experts of the layers whose parts 4 ranks wrote: a part of an expert each, one expert each, two each.
+SWIN = (2, 4, 8)
+NORM = torch.linspace(1, 2, M, dtype=torch.float64), torch.ones(M, dtype=torch.float64)
+
+
+class Block(torch.nn.Module):
+    """A norm and a layer, under the names of Swin-MoE's."""
+
+    def __init__(self, experts: int, world: int) -> None:
+        super().__init__()
+        count = experts // world or -(world // experts)
+        self.norm2, self.mlp = torch.nn.LayerNorm(M), torch.nn.Module()
+        self.mlp._moe_layer = tutel.moe_layer(
+            gate_type={"type": "top", "k": 1, "capacity_factor": 1.25, "fp32_gate": False, "gate_noise": 1.0},
+            model_dim=M,
+            experts={"type": "ffn", "count_per_node": count, "hidden_size_per_expert": H,
+                     "activation_fn": lambda x: torch.nn.functional.gelu(x)},
+            normalize_gate=False, batch_prioritized_routing=True, is_gshard_loss=False,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.mlp._moe_layer(x)
+        return x + self.norm2(y), y.l_aux
+
+
+def swin_files(folder: str, experts: int) -> dict[str, torch.Tensor]:
+    """What 4 ranks of Swin-MoE leave in a folder, cut by hand; and the whole."""
+    state = {f"mlp._moe_layer.{k}": v for k, v in Case("ffn", experts).state().items()}
+    state |= {"norm2.weight": NORM[0], "norm2.bias": NORM[1]}
+    parts = [{} for _ in range(4)]
+    for name, entry in list(state.items()):
+        if ".experts." not in name:
+            continue
+        for rank, part in enumerate(parts):
+            if experts >= 4:
+                n = experts // 4
+                part[name] = entry[rank * n : (rank + 1) * n].clone()
+            else:  # two ranks share an expert, and cut its hidden units, and fc2's bias of 6 numbers
+                half = entry.shape[1] // 2
+                part[name] = entry[rank // 2 : rank // 2 + 1, rank % 2 * half : (rank % 2 + 1) * half].clone()
+    for rank, part in enumerate(parts):
+        torch.save({"model": part}, f"{folder}/swin{experts}.pth.rank{rank}")
+    rest = {name: entry for name, entry in state.items() if ".experts." not in name}
+    if experts != 8:  # older ones lack it
+        rest["mlp._moe_layer._num_global_experts"] = torch.tensor(experts)
+    torch.save({"model": rest}, f"{folder}/swin{experts}.pth.master")
+    return state
+
+
+def swin_outputs(rank: int, world: int, folder: str) -> list:
+    """What each model makes of the same images on this rank, after it has loaded its part."""
+    torch.set_default_dtype(torch.float64)
+    outputs = []
+    for experts in SWIN:
+        model = Block(experts, world).eval()
+        tutel.checkpoint.load(model, f"{folder}/swin{experts}.pth")
+        with torch.no_grad():
+            y, l_aux = model(Case("ffn", experts).tokens(9))
+        outputs.append((y, l_aux))
+    return outputs
+
+
+def two(rank: int, folder: str) -> list:
+    return swin_outputs(rank, 2, folder)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_swin_files_of_4_ranks_load_on_any_number(world, results, folder):
+    if world == 1:
+        before = torch.get_default_dtype()
+        found = [swin_outputs(0, 1, folder)]
+        torch.set_default_dtype(before)
+    else:
+        found = ranks.launch(two, 2, folder) if world == 2 else [result["swin"] for result in results]
+    for i, experts in enumerate(SWIN):
+        case = Case("ffn", experts)
+        state = case.state()
+        x = case.tokens(9)
+        y, l_aux = tutel_loop.layer(
+            x, x @ state["gates.0.wg.weight"].t(), tutel_loop.ffn(state, torch.nn.functional.gelu),
+            k=1, factor=1.25, priority=True, normalize=False, gshard=False, gate_noise=1.0,
+        )  # fmt: skip
+        norm = torch.nn.functional.layer_norm(y, (M,), *NORM)
+        for outputs in found:
+            assert_close(outputs[i][0], x + norm, what=f"{experts} experts on {world} ranks")
+            assert_close(outputs[i][1], l_aux)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("swin"))
+    for experts in SWIN:
+        swin_files(path, experts)
+    return path
+
+
+# --- one launch for all -----------------------------------------------------------------------------------------------
+
+
+def work(rank: int, folder: str) -> dict:
     torch.set_default_dtype(torch.float64)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     done: dict = {i: run(case, pairs[rank // 2] if case.pair else None) for i, case in enumerate(CASES)}
+    done["swin"] = swin_outputs(rank, WORLD, folder)
     done["refused"] = []
     for count in (-3, -8, 0):
         with pytest.raises(ValueError) as info:
@@ -131,8 +233,8 @@ def work(rank: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results():
-    return ranks.launch(work, WORLD)
+def results(folder):
+    return ranks.launch(work, WORLD, folder)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.kind}-{c.experts}")
