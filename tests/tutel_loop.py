@@ -12,7 +12,7 @@ from torch import Tensor
 def logits_of(gate, x: Tensor) -> Tensor:
     """Linear or cosine logits, from a gate's parameters."""
     if hasattr(gate, "wg"):
-        return x @ gate.wg.weight.t()
+        return x @ gate.wg.weight.to(x.dtype).t()
     token = nnf.normalize(x @ gate.cosine_projector.weight.t() + gate.cosine_projector.bias, dim=1)
     return token @ nnf.normalize(gate.sim_matrix, dim=0) * gate.temperature.clamp(max=math.log(100)).exp()
 
