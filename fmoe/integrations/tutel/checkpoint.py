@@ -83,7 +83,7 @@ def read(path: str | os.PathLike[str], *, ranks: int | None = None, num_experts:
     refuse("read", problems or [text for layer in layers for text in divides(layer, len(states))])
     whole = dict(states[0])
     for layer in layers:
-        for name in layer.names(whole):
+        for name in layer.names(whole) if len(states) > 1 else ():
             parts = [state[layer.key(name)] for state in states]
             try:
                 whole[layer.key(name)] = joined(layer, name, parts, _width(layer, name, states))
@@ -189,9 +189,7 @@ def load(model: torch.nn.Module, source: str | os.PathLike[str] | State, *, rank
             )  # fmt: skip
         layer = Layer(prefix, count, module.model_dim)
         refuse("load", shape_problems(layer, held))
-        for name in layer.names(held):
-            whole = held[layer.key(name)]
-            held[layer.key(name)] = part_of(layer, name, whole, module.ranks.rank, module.ranks.world)
+        held |= _cut("load", layer, held, module.ranks.rank, module.ranks.world)
     problems = [f"the checkpoint lacks {key}, which the model has." for key in own if key not in held]
     problems += [f"the checkpoint has {key}, which the model lacks: delete it." for key in held if key not in own]
     problems += [
@@ -383,6 +381,17 @@ def _part(state: State, rank: int, world: int) -> State:
     refuse("write", [text for layer in layers for text in shape_problems(layer, state)])
     part = dict(state)
     for layer in layers:
-        for name in layer.names(state):
+        part |= _cut("write", layer, state, rank, world)
+    return part
+
+
+def _cut(call: str, layer: Layer, state: State, rank: int, world: int) -> State:
+    """A rank's part of a layer's experts."""
+    part, problems = {}, []
+    for name in layer.names(state):
+        try:
             part[layer.key(name)] = part_of(layer, name, state[layer.key(name)], rank, world)
+        except ValueError as error:
+            problems.append(str(error))
+    refuse(call, problems)
     return part
