@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -77,7 +78,7 @@ CASES = [
     Case("ffn", 2, 0.7, {"parallel_type": "adaptive:2"}, {"activation_fn": torch.tanh, "output_dim": 3}),
     Case("ffn", 8, 0.7, {"parallel_type": "auto", "is_postscore": False}),
     Case("ffn", 4, -0.5, {"a2a_ffn_overlap_degree": 3, "batch_prioritized_routing": True}),
-    Case("ffn", 4, 0.5, call={"inequivalent_tokens": True}),
+    Case("ffn", 4, 0.5, {"use_2dh": True}, call={"inequivalent_tokens": True}),
     Case("ffn", 1, 0.7, call={"adaptive_r": 2, "a2a_ffn_overlap_degree": 2, "capacity_factor": 0.0}),
     *(Case("llama_ffn", 2, 1.0, {"parallel_type": f"adaptive:{r}"}) for r in (0, 2)),
     Case("llama_ffn", 8, 1.0, {"is_postscore": False}, {"activation_fn": torch.tanh}),
@@ -106,6 +107,7 @@ def run(case: Case, group) -> dict:
         "l_aux": y.l_aux.detach(),
         "x": x.grad,
         "gate": layer.gates[0].wg.weight.grad,
+        "plan": layer._runner and str(layer._runner._auto.spec.plan),
         "marks": marks and not any(hasattr(p, "skip_allreduce") for _, p in layer.get_parameter_iterator("gate")),
         "experts": {name: p.grad for name, p in layer.experts.named_parameters()},
     }
@@ -214,6 +216,7 @@ def folder(tmp_path_factory):
 
 def work(rank: int, folder: str) -> dict:
     torch.set_default_dtype(torch.float64)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     done: dict = {i: run(case, pairs[rank // 2] if case.pair else None) for i, case in enumerate(CASES)}
     done["swin"] = swin_outputs(rank, WORLD, folder)
@@ -266,6 +269,18 @@ def test_ranks_compute_what_one_process_does(case, results):
             want = whole[f"experts.{name}"].grad
             assert_close(grad, part_of(layer, name, want, rank, case.world), what=f"{name} on rank {rank}")
         assert found["marks"]
+
+
+def test_arguments_choose_the_plan(results):
+    plans = [
+        "dp", "ep r=1 pipeline=1 a2a=linear", "ep r=2 mp=copies pipeline=1 a2a=linear",
+        "ep r=4 mp=copies pipeline=1 a2a=linear", "ep r=1 pipeline=1 a2a=linear",
+        "ep r=2 mp=copies pipeline=1 a2a=linear", "None", "ep r=1 pipeline=2 a2a=linear",
+        "ep r=1 pipeline=1 a2a=2dh layout=padded", "ep r=2 mp=copies pipeline=2 a2a=linear", "dp",
+        "ep r=2 mp=copies pipeline=1 a2a=linear", "ep r=1 pipeline=1 a2a=linear", None, None,
+        "ep r=1 pipeline=1 a2a=linear", "ep r=1 pipeline=1 a2a=linear", None,
+    ]  # fmt: skip
+    assert [results[1][i]["plan"] for i in range(len(CASES))] == plans
 
 
 def test_what_ranks_refuse(results):

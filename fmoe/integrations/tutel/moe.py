@@ -259,6 +259,20 @@ class MOELayer(torch.nn.Module):
             y = apply_custom(self, h, routed, features)
         return y if self.is_postscore else y.unflatten(0, (tokens, k)).sum(1)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        own, errors = self._num_global_experts, rest[-1]
+        count = int(state_dict.setdefault(f"{prefix}_num_global_experts", own))
+        if count != int(own):
+            errors.append(f"{prefix}_num_global_experts is {count}, but the layer has {int(own)} experts.")
+        for name, p in self.experts.named_parameters():
+            entry = state_dict.get(f"{prefix}experts.{name}", p)
+            if entry.shape != p.shape:
+                errors.append(
+                    f"{prefix}experts.{name} is {type_text(entry)}, but here it is {type_text(p)}: a file of another "
+                    "number of ranks is read by fmoe.integrations.tutel.checkpoint.load."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     # --- construction -------------------------------------------------------------------------------------------
 
     def _degree(self, parallel_type: str) -> tuple[int, bool]:
