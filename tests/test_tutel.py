@@ -386,6 +386,11 @@ def test_dtypes():
     assert mixed.dtype == torch.float32
     assert 0 < float((mixed - y).detach().abs().max()) < 0.02
     assert mixed.l_aux.item() == y.l_aux.item()  # the gate is not cast
+    own = make({"capacity_factor": 0}, {"activation_fn": lambda x: nnf.relu(x)}, is_postscore=False)
+    own.load_state_dict(layer.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = own(x)
+    assert_close(mixed, own(x), torch.bfloat16)
 
 
 def test_checkpointed_gradients():

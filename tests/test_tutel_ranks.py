@@ -113,6 +113,44 @@ def run(case: Case, group) -> dict:
     }
 
 
+class Scale(torch.nn.Module):
+    """Multiplies rows by the number of this rank, from 1 on."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.seen: list = []
+
+    def forward(self, x: torch.Tensor, ctx: tutel.MOELayer) -> torch.Tensor:
+        self.seen.append((tuple(x.shape), ctx.adaptive_degree, ctx.sharded_count))
+        return x * (dist.get_rank() + 1)
+
+
+def scaled(r: int) -> tuple:
+    """Two experts of the user's own over 4 ranks, and what their module saw."""
+    layer = tutel.moe_layer(
+        gate_type={"type": "top", "k": 1, "capacity_factor": 1.0},
+        model_dim=M,
+        experts={"type": "custom", "module": Scale, "num_experts_per_device": -2},
+        parallel_type=f"adaptive:{r}",
+        normalize_gate=False,
+    )
+    with torch.no_grad():  # every token to expert 1, half of them in its slots
+        layer.gates[0].wg.weight.copy_(torch.tensor([[0.0], [1.0]]).expand(2, M))
+        y = layer(torch.ones(8, M))
+    return y / torch.tensor([0.0, float(M)]).softmax(0)[1], layer.experts.seen
+
+
+def test_degrees_of_custom_experts(results):
+    """0: no exchange. 1: the ranks of an expert halve its slots. 2: each slot visits both, and the sum comes home."""
+    for rank, result in enumerate(results):
+        factors = {0: [rank + 1] * 4, 1: [3, 3, 4, 4], 2: [7] * 4}
+        seen = {0: (2, 4, M), 1: (1, 8, M), 2: (1, 16, M)}
+        for r, (y, calls) in result["scaled"].items():
+            want = torch.tensor([*factors[r], 0, 0, 0, 0], dtype=torch.float64).unsqueeze(1).expand(8, M)
+            assert_close(y, want, what=f"r={r} on rank {rank}")
+            assert calls == [(seen[r], r, 2)]
+
+
 # --- Swin-MoE's files -------------------------------------------------------------------------------------------------
 
 #: Experts of the layers whose parts 4 ranks wrote: a part of an expert each, one expert each, two each.
@@ -219,6 +257,7 @@ def work(rank: int, folder: str) -> dict:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     done: dict = {i: run(case, pairs[rank // 2] if case.pair else None) for i, case in enumerate(CASES)}
+    done["scaled"] = {r: scaled(r) for r in (0, 1, 2)}
     done["swin"] = swin_outputs(rank, WORLD, folder)
     done["refused"] = []
     for count in (-3, -8, 0):
