@@ -28,12 +28,15 @@ gate in half precision              logits and softmax in that dtype            
                                                                                  sets the dtype of the weight
 second derivatives                  silently wrong                               right
 equal scores                        any expert                                   the lowest id
+a NaN token under a capacity        changes other rows                           stays in its own; takes a slot as any
 wrong shape in a checkpoint         reshaped if the numbers are as many          refused
 missing entry in a checkpoint       filled with zeros                            refused by name
 dicts of arguments                  emptied                                      left as they are
-``llama_ffn`` with r of 0, above 1  wrong                                        right
-``use_2dh`` on one node, or odd     refused or failing                           linear; the overlap degree is taken
-overlap degrees                                                                  as the next of 1, 2, 4, 8 below
+``llama_ffn`` with r of 0, above 1  weights of the sharing ranks alone; results  as with r = 1
+                                    r times as large
+overlap degree                      up to 32, on GPUs                            the next of 1, 2, 4, 8 below
+``use_2dh``                         needs LOCAL_SIZE, and all ranks              used where torchrun tells of several
+                                                                                 nodes; changes no result
 ``parallel_type="auto"``            r = 1                                        fmoe's planner chooses
 ``megablocks_size``                 block-sparse inference on one GPU            not needed: rows are not padded
 random activations (dropout)        drawn for padded slots                       drawn for the rows there are
