@@ -307,6 +307,20 @@ def test_activation_that_reads_the_experts():
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(T, M)
     assert torch.equal(layer(x), plain(x))
+    other = copy.deepcopy(layer)
+    other.experts.batched_fc1_w = torch.nn.Parameter(torch.zeros(E, 1, M))  # the copy reads its own
+    assert other.experts.activate(x).equal(x)
+
+
+def test_activation_with_parameters():
+    """A module is part of the layer, as in Tutel: trained, saved and copied with it."""
+    layer = make({"capacity_factor": 0}, {"activation_fn": torch.nn.PReLU(init=0.5)})
+    x = torch.randn(T, M)
+    layer(x).sum().backward()
+    assert layer.experts.activation_fn.weight.grad.item() != 0
+    other = make({"capacity_factor": 0}, {"activation_fn": torch.nn.PReLU()})
+    tutel.checkpoint.load(other, layer.state_dict())
+    assert torch.equal(copy.deepcopy(other)(x), layer(x))
 
 
 # --- what Tutel gets wrong --------------------------------------------------------------------------------

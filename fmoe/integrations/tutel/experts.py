@@ -34,46 +34,53 @@ from ...values import ExpertParams, Routing
 from .gates import Routed
 from .ranks import Ranks
 
-_PLAIN = {nnf.relu: "relu", torch.relu: "relu", nnf.gelu: "gelu", nnf.silu: "silu"}
-_GATED = {nnf.silu: "swiglu", nnf.gelu: "geglu"}
+_PLAIN: dict[Any, str] = {nnf.relu: "relu", torch.relu: "relu", nnf.gelu: "gelu", nnf.silu: "silu"}
+_GATED: dict[Any, str] = {nnf.silu: "swiglu", nnf.gelu: "geglu"}
 
 
 class Experts(torch.nn.Module):
-    """What `FusedExpertsNetwork` and `LlamaFFNNetwork` share: one activation, by name or as a function."""
+    """What `FusedExpertsNetwork` and `LlamaFFNNetwork` share.
+
+    Attributes:
+        activation: the name of the activation, or None for a function that fmoe has no name for.
+    """
 
     ranks: Ranks
     hidden_size_per_expert: int
     output_dim: int
-    activation: str
-    fn: ExpertFunction | None
+    activation: str | None
+    activation_fn: Callable[[Tensor], Tensor]
+    gated: bool
 
     def params(self) -> ExpertParams:
         """This rank's part of the experts, in fmoe's layout; every rank that shares them must ask."""
         raise NotImplementedError
 
-    def _choose(
-        self, activation_fn: Callable[[Tensor], Tensor], names: Any, gated: bool, bias: tuple[bool, bool]
-    ) -> None:
-        name = names.get(activation_fn)
-        self.activation, self.fn = name or "", None
-        if name is not None:
-            return
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return self.activation_fn(x)
+
+    def function(self, params: ExpertParams) -> ExpertFunction | None:
+        """One expert as a function, where the activation has no name."""
+        if self.activation is not None:
+            return None
 
         def one(p: ExpertParams, rows: Tensor) -> Tensor:
             z = rows[:, : p.w_in.shape[0]] @ p.w_in.flatten(1)
             if p.b_in is not None:
                 z = z + p.b_in
-            if gated:
+            if self.gated:
                 gate, up = z.chunk(2, dim=-1)
-                hidden = activation_fn(gate) * up
+                hidden = self.activate(gate) * up
             else:
-                hidden = activation_fn(z)
+                hidden = self.activate(z)
             y = hidden @ p.w_out
             y = y if p.b_out is None else y + p.b_out.sum(0)
             return nnf.pad(y, (0, rows.shape[1] - y.shape[1]))
 
-        dims: Any = (2 if gated else 1, 0, 0 if bias[0] else None, 0 if bias[1] else None)
-        self.fn = ExpertFunction(one, hidden=ExpertParams(*dims))
+        bias = (None if b is None else 0 for b in (params.b_in, params.b_out))
+        dims: Any = (2 if self.gated else 1, 0, *bias)
+        return ExpertFunction(one, hidden=ExpertParams(*dims))
 
 
 class FusedExpertsNetwork(Experts):
@@ -110,10 +117,9 @@ class FusedExpertsNetwork(Experts):
         self.register_parameter("batched_fc1_bias", torch.nn.Parameter(torch.empty(n, h)) if has_fc1_bias else None)
         cut = -(-self.output_dim // shards)
         self.register_parameter("batched_fc2_bias", torch.nn.Parameter(torch.empty(n, cut)) if has_fc2_bias else None)
-        if activation_fn_with_self is not None:
-            with_self = activation_fn_with_self
-            activation_fn = lambda x: with_self(x, self)  # noqa: E731
-        self._choose(activation_fn or nnf.relu, _PLAIN, False, (has_fc1_bias, has_fc2_bias))
+        self.activation_fn, self.activation_fn_with_self = activation_fn or nnf.relu, activation_fn_with_self
+        self.activation = None if activation_fn_with_self is not None else _PLAIN.get(self.activation_fn)
+        self.gated = False
         self.reset_parameters()
 
     @torch.no_grad()
@@ -130,12 +136,16 @@ class FusedExpertsNetwork(Experts):
             if b2 is not None:
                 b2[i] = fc2.bias[: b2.shape[1]]
 
+    def activate(self, x: Tensor) -> Tensor:
+        """See `Experts`."""
+        return self.activation_fn(x) if self.activation_fn_with_self is None else self.activation_fn_with_self(x, self)
+
     def params(self) -> ExpertParams:
         """See `Experts`."""
         b_out = self.batched_fc2_bias
         if b_out is not None:
             b_out = self.ranks.whole(b_out).reshape(b_out.shape[0], -1)[:, : self.output_dim]
-            if self.fn is not None:  # as many shares as there are slices of an expert, which are added up
+            if self.activation is None:  # as many shares as there are slices of an expert, which are added up
                 shards = self.ranks.mesh.shard
                 b_out = (b_out / shards).unsqueeze(1).expand(-1, shards, -1)
         return ExpertParams(self.batched_fc1_w.transpose(1, 2), self.batched_fc2_w, self.batched_fc1_bias, b_out)
@@ -171,7 +181,8 @@ class LlamaFFNNetwork(Experts):
         part = -(-num_experts_per_device * model_dim * hidden_size_per_expert // ranks.mesh.shard)
         for name in ("W_fc1", "W_fc2", "W_fc3"):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(part)))
-        self._choose(activation_fn or nnf.silu, _GATED, True, (False, False))
+        self.activation_fn = activation_fn or nnf.silu
+        self.activation, self.gated = _GATED.get(self.activation_fn), True
         self.reset_parameters()
 
     @torch.no_grad()
@@ -201,6 +212,7 @@ class Runner:
 
     def __init__(self, experts: Experts, num_experts: int) -> None:
         self.experts, self.sizes = experts, (num_experts, experts.hidden_size_per_expert)
+        self._fn: ExpertFunction | None = None
         self._auto: Auto | None = None
 
     def __call__(self, x: Tensor, routed: Routed, plan: str | None) -> Tensor:
@@ -208,7 +220,9 @@ class Runner:
         experts = self.experts
         dim, out = x.shape[1], experts.output_dim
         params = experts.params()
-        if experts.fn is not None and out > dim:  # under a plan a function keeps the width of its rows
+        if self._fn is None:
+            self._fn = experts.function(params)
+        if self._fn is not None and out > dim:  # under a plan a function keeps the width of its rows
             x = nnf.pad(x, (0, out - dim))
         if experts.ranks.world == 1:
             y = self._layer(params, x, *routed)
@@ -231,7 +245,7 @@ class Runner:
             experts, weights, slots, experts, num_experts=self.sizes[0], shape=(x.shape[0],), capacity=capacity
         )
         activation = self.experts.activation or "relu"
-        tokens = expert_apply(params, dispatch(x, routing), activation=activation, fn=self.experts.fn)
+        tokens = expert_apply(params, dispatch(x, routing), activation=activation, fn=self._fn)
         return combine(tokens, routing)
 
 

@@ -49,7 +49,10 @@ class Layer:
     def names(self, keys: Sequence[str] | Mapping[str, Tensor]) -> list[str]:
         """The experts' entries among keys, without the prefix and ``experts.``."""
         start = f"{self.prefix}experts."
-        return [key.removeprefix(start) for key in keys if key.startswith(start)]
+        names = [key.removeprefix(start) for key in keys if key.startswith(start)]
+        if any(name in FFN + LLAMA for name in names):  # what is below belongs to an activation, and is not cut
+            names = [name for name in names if "." not in name]
+        return names
 
     def key(self, name: str) -> str:
         """The key of an expert's entry."""
