@@ -301,6 +301,18 @@ def test_scan_result_and_iterators():
     assert tutel_moe.moe_layer.global_expert_count(E) == layer.num_global_experts == E
 
 
+def test_what_older_code_says():
+    """A gate by name, count_per_node, pad_samples, and arguments by position."""
+    old = tutel_moe.moe_layer(
+        "Top2Gate", M, {"type": "ffn", "count_per_node": E, "hidden_size_per_expert": H}, None, None, None, (1, 2, 3),
+        pad_samples=True,
+    )  # fmt: skip
+    new = make(seeds=(1, 2, 3))
+    x = torch.randn(T, M)
+    assert old.gates[0].top_k == 2
+    assert torch.equal(old(x), new(x))
+
+
 def test_activation_that_reads_the_experts():
     layer = make(experts={"activation_fn_with_self": lambda x, experts: x * experts.batched_fc1_w.shape[1]})
     plain = make(experts={"activation_fn": lambda x: x * H})
