@@ -40,6 +40,7 @@ LAYERS = [
     "sweep_report",
     "sweep",
     "transforms",
+    "integrations",
     "__init__",
     "__main__",
 ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import assert_close
 from ranks import launch
 from torch.nn import functional as nn
@@ -13,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import fmoe
 from fmoe import functional as F
+from fmoe.ops import processes
 
 M, H = 8, 10
 SIZES = (6, 3, 0, 5)  # uneven, and a rank without tokens
@@ -266,3 +270,19 @@ def silenced_whole(config):
 
 def test_parts_can_be_changed():
     assert all(launch(replaced, 2))
+
+
+def test_a_destroyed_group_is_not_held(tmp_path):
+    """What was made for it goes with it: a group that stays has threads when the interpreter ends."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    try:
+        made = processes.made_once()
+        made["anything"] = object()
+        assert processes._control() is group()
+        assert processes.made_once() is made
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    assert made == {}

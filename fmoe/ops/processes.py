@@ -7,7 +7,8 @@ members make hangs the others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,50 +23,78 @@ from .registry import OPS
 from .runtime import Column, Splits
 
 _state: tuple[Callable[[], Any], dict[Any, Any]] = (lambda: None, {})
+_within: Any = None
+
+
+@contextmanager
+def within(group: Any) -> Iterator[None]:
+    """Makes the ranks of `group` the ranks of a mesh meanwhile; None for all. Only members may enter."""
+    global _within
+    before, _within = _within, group
+    try:
+        yield
+    finally:
+        _within = before
+
+
+def everyone() -> Any:
+    """The process group whose ranks are the mesh's: the default one, or that of `within`."""
+    return dist.group.WORLD if _within is None else _within
 
 
 def made_once() -> dict[Any, Any]:
-    """What was made for the present default group (groups, meshes), by any key; empty after a new start.
+    """What was made for the present ranks (groups, meshes), by any key; empty after a new start.
 
     The default group itself is not held: one that outlives destroy_process_group still has threads when the
     interpreter ends, and a thread that then lets go of a tensor aborts the process.
     """
     global _state
     if _state[0]() is not dist.group.WORLD:
-        made: dict[Any, Any] = {}
-        _state = (weakref.ref(dist.group.WORLD, lambda _: made.clear()), made)
-    return _state[1]
+        fresh: dict[Any, Any] = {}
+        _state = (weakref.ref(dist.group.WORLD, lambda _: fresh.clear()), fresh)
+    made = _state[1]
+    return made if _within is None else made.setdefault(("within", _within.group_name), {})
 
 
 def group_name(axes: Axes, axis: str) -> str:
     """Name of this rank's process group over `axis`; makes the groups of the axis on first use."""
-    everyone = tuple(sorted({tuple(axes.ranks(rank, axis)) for rank in range(axes.world)}))
+    parts = tuple(sorted({tuple(axes.ranks(rank, axis)) for rank in range(axes.world)}))
     made = made_once()
-    if everyone not in made:
-        made[everyone] = _make_group(everyone)
-    return str(made[everyone])
+    if parts not in made:
+        made[parts] = _make_groups(parts)
+    return str(made[parts])
 
 
 def _timeout() -> Any:
     """The default group's timeout, or None where it does not tell."""
     for device in ("cpu", "cuda"):
         try:
-            return dist.group.WORLD._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+            return everyone()._get_backend(torch.device(device)).options._timeout
         except (AttributeError, RuntimeError):
             continue
     return None
 
 
-def _make_group(everyone: tuple[tuple[int, ...], ...]) -> str:
-    rank = dist.get_rank()
-    if everyone == (tuple(range(dist.get_world_size())),):
-        return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    own, timeout = None, _timeout()
-    for ranks in everyone:
-        group = dist.new_group(list(ranks), timeout=timeout)
+def _make_groups(parts: tuple[tuple[int, ...], ...]) -> str:
+    world = everyone()
+    if parts == (tuple(range(world.size())),):
+        return str(world.group_name)
+    rank, own = world.rank(), None
+    for ranks in parts:
+        group = _new_group(ranks)
         if rank in ranks:
             own = group
     return str(own.group_name)  # type: ignore[union-attr]
+
+
+def _new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """A group of some of the mesh's ranks; processes that are not the mesh's are not asked to take part."""
+    world = everyone()
+    of_all = dist.get_process_group_ranks(world)
+    local = len(of_all) < dist.get_world_size()
+    return dist.new_group(
+        [of_all[rank] for rank in ranks], timeout=_timeout(), use_local_synchronization=local, **options
+    )
 
 
 def is_up() -> bool:
@@ -79,7 +108,7 @@ def check_world(mesh: Any) -> None:
     Raises:
         SpecError: if torch.distributed has another number of ranks.
     """
-    found = dist.get_world_size() if is_up() else 1
+    found = everyone().size() if is_up() else 1
     if found != mesh.world:
         raise SpecError(
             f"the mesh has {mesh.world} ranks, but torch.distributed has {found}: make the mesh with "
@@ -89,7 +118,7 @@ def check_world(mesh: Any) -> None:
 
 def this_rank() -> int:
     """This process's rank; 0 without torch.distributed."""
-    return dist.get_rank() if is_up() else 0
+    return everyone().rank() if is_up() else 0
 
 
 # --- agreement ------------------------------------------------------------------------------------------------------
@@ -97,17 +126,18 @@ def this_rank() -> int:
 
 def _control() -> Any:
     """The group on which ranks agree about numbers: of host tensors, apart from the exchanges of tokens."""
-    if dist.get_backend() in ("gloo", "fake"):
-        return dist.group.WORLD
+    world = everyone()
+    if dist.get_backend(world) in ("gloo", "fake"):
+        return world
     made = made_once()
     if "control" not in made:
-        made["control"] = dist.new_group(backend="gloo", timeout=_timeout())
+        made["control"] = _new_group(range(world.size()), backend="gloo")
     return made["control"]
 
 
 def agree(numbers: Sequence[int], where: str, operation: str = "max") -> list[int]:
     """The largest (or the sum) over ranks of each number; every rank must call."""
-    if not is_up() or dist.get_world_size() == 1 or not numbers:
+    if not is_up() or everyone().size() == 1 or not numbers:
         return list(numbers)
     held = torch.tensor(list(numbers), dtype=torch.int64)
     kind = dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM
@@ -115,7 +145,7 @@ def agree(numbers: Sequence[int], where: str, operation: str = "max") -> list[in
         dist.all_reduce(held, op=kind, group=_control())
     except RuntimeError as error:
         raise CollectiveError(
-            f"{where}: rank {dist.get_rank()} waited for the others, to agree on sizes (all_reduce over world). Every "
+            f"{where}: rank {this_rank()} waited for the others, to agree on sizes (all_reduce over world). Every "
             f"rank must call, also with 0 tokens. torch.distributed says: {str(error).splitlines()[0]}"
         ) from error
     return [int(n) for n in held]
@@ -128,10 +158,10 @@ def mean_share(loss: Tensor, tokens: int, mesh: Any) -> Tensor:
     if not is_whole(tokens, 0):
         raise SpecError(f"mean: tokens={tokens!r}, but it must be a whole number of at least 0.")
     check_world(mesh)
-    (everyone,) = agree([tokens], "spec.mean", "sum")
+    (of_all,) = agree([tokens], "spec.mean", "sum")
     if tokens == 0:
         return torch.where(torch.ones((), dtype=torch.bool, device=loss.device), 0.0, loss).to(loss.dtype)
-    return loss * (tokens / everyone)
+    return loss * (tokens / of_all)
 
 
 def total(share: Tensor, mesh: Any) -> Tensor:
@@ -140,7 +170,7 @@ def total(share: Tensor, mesh: Any) -> Tensor:
     share = share.detach()
     if mesh.world == 1:
         return share
-    return all_reduce(share, dist.group.WORLD.group_name, "spec.total")  # type: ignore[union-attr]
+    return all_reduce(share, everyone().group_name, "spec.total")
 
 
 @dataclass(frozen=True)
