@@ -195,14 +195,17 @@ def pair_index(window: int) -> Tensor:
 
 
 def init(config: SwinConfig, *, seed: int) -> Params:
-    """Makes the parameters: normal with variance 1 / fan_in, norms 1 and 0, temperatures 0.1."""
+    """Makes the parameters: normal with variance 1 / fan_in, temperatures 0.1, norms 1 and 0.
+
+    Norms behind attention and feed-forward networks begin at 0.1, so that blocks begin close to the identity.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def linear(fan_in: int, fan_out: int) -> Tensor:
         return torch.randn(fan_in, fan_out, generator=generator) * fan_in**-0.5
 
-    def norm(width: int) -> Params:
-        return {"scale": torch.ones(width), "shift": torch.zeros(width)}
+    def norm(width: int, scale: float = 1.0) -> Params:
+        return {"scale": torch.full((width,), scale), "shift": torch.zeros(width)}
 
     def feed_forward(index: int, block: Block) -> Any:
         hidden = config.hidden * block.width
@@ -224,9 +227,9 @@ def init(config: SwinConfig, *, seed: int) -> Params:
             "distance": {"w_in": linear(2, 64), "b_in": torch.zeros(64), "w_out": linear(64, heads) * 0.1},
             "out": linear(width, width),
             "out_bias": torch.zeros(width),
-            "norm_attention": norm(width),
+            "norm_attention": norm(width, 0.1),
             "ffn": feed_forward(index, block),
-            "norm_ffn": norm(width),
+            "norm_ffn": norm(width, 0.1),
         }
 
     blocks = blocks_of(config)
@@ -310,7 +313,7 @@ def cosine_attention(x: Tensor, params: Params, block: Block) -> Tensor:
     scores = (unit(q) * scale) @ unit(k).mT
     scores = scores + position_bias(params["distance"], block)
     if block.shift:
-        scores = scores + block.mask
+        scores = scores + block.mask.to(scores)
     y = rearrange(scores.softmax(-1) @ v, "b window n p d -> b window p (n d)")
     return y @ params["out"] + params["out_bias"]
 
@@ -322,7 +325,7 @@ def unit(x: Tensor) -> Tensor:
 
 def position_bias(params: Params, block: Block) -> Tensor:
     """``[N,P,P]``, from 0 to 16: a network of two distances, looked up for each pair of places."""
-    table = nn.relu(block.coords @ params["w_in"] + params["b_in"]) @ params["w_out"]  # [(2w-1)^2,N]
+    table = nn.relu(block.coords.to(params["w_in"]) @ params["w_in"] + params["b_in"]) @ params["w_out"]  # [(2w-1)^2,N]
     return 16 * table.sigmoid().t().index_select(1, block.pairs.flatten()).unflatten(1, block.pairs.shape)
 
 

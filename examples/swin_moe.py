@@ -22,7 +22,8 @@ places-E.png (the expert of each place of some images), metrics.json, and a file
 ``--from`` goes on with a model on other data (``turned`` are the digits a quarter turn to the left);
 ``--freeze-experts`` leaves its experts as they are, and ``--new-head`` gives it the classes of the data.
 
-"at work" are parameters that one place meets. Speeds are medians of turns that the models take, of one
+"at work" are parameters that one place meets, "fullest" the load of the fullest expert of any layer over the mean.
+Speeds are medians of turns that the models take, of one
 batch of ``--batch`` images. Exit codes: 0; 2 for input that cannot be used, with one line on stderr; 1 if the loss
 is no longer finite.
 """
@@ -61,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=whole(1), metavar="X", help="passes over the images (48; 12 with --quick)")
     parser.add_argument("--steps", type=whole(1), metavar="X", help="instead of epochs")
     parser.add_argument("--batch", type=whole(1), default=64, metavar="X", help="images in a step (64)")
-    parser.add_argument("--lr", type=real(0, open_end=True), default=2e-3, metavar="X", help="highest rate (0.002)")
+    parser.add_argument("--lr", type=real(0, open_end=True), default=3e-3, metavar="X", help="highest rate (0.003)")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="X", help="of parameters and batches")
     parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="a model to go on with, alone")
     parser.add_argument("--freeze-experts", action="store_true", help="with --from: experts stay as they are")

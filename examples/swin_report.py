@@ -66,20 +66,17 @@ def usual(run: Run, values: dict[float | None, Any]) -> Any:
 def table_of(runs: list[Run], found: list[dict[float | None, Score]], rates: list[Speed], test: int) -> Table:
     """One row for each model."""
     table = Table(title=f"SwinV2, {test} images to test on", box=box.SIMPLE, padding=(0, 1), pad_edge=False)
-    before = any(run.before is not None for run in runs)
-    names = ["model", "parameters", "at work", "loss", *(["before"] if before else []), "accuracy", "train img/s"]
-    for name in (*names, "infer img/s", "dropped", "fullest"):
+    before = ["before"] if any(run.before is not None for run in runs) else []
+    for name in ("model", "parameters", "at work", *before, "accuracy", "train img/s", "infer img/s", "fullest"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for run, by_factor, speed in zip(runs, found, rates, strict=True):
         total, active = swin.parameter_counts(run.params)
         score, infer = usual(run, by_factor), usual(run, speed.infer)
-        tail = run.nats[-max(1, len(run.nats) // 10) :]
-        cells = [run.name, f"{total:,}", f"{active:,}", f"{statistics.mean(tail):.3f}"]
-        cells += [f"{run.before:.1%}" if run.before is not None else ""] if before else []
+        cells = [run.name, f"{total / 1e6:.2f} M", f"{active / 1e6:.2f} M"]
+        cells += [f"{run.before:.1%}"] if run.before is not None else []
         cells += [f"{score.accuracy:.1%}", f"{speed.train:,.0f}", f"{infer:,.0f}"]
-        moe = run.config.experts > 0
-        fullest = 1 + max((float(F.max_violation(row)) for row in score.counts), default=0.0)
-        table.add_row(*cells, f"{score.dropped:.1%}" if moe else "", f"{fullest:.2f}" if moe else "")
+        loads = [1 + float(F.max_violation(row)) for row in score.counts]
+        table.add_row(*cells, f"{max(loads):.2f}" if loads else "")
     return table
 
 
