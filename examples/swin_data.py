@@ -106,7 +106,7 @@ def folder(source: str, size: int, channels: int) -> tuple[Tensor, Tensor, tuple
                         (size, size), Image.Resampling.BILINEAR
                     )
                     pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8)
-            except OSError as error:
+            except (OSError, ValueError, Image.DecompressionBombError) as error:
                 raise Refused(f"--data {source}: cannot read {path}: {error}") from None
             images.append(pixels.view(size, size, channels).permute(2, 0, 1) / 255)
             labels.append(label)

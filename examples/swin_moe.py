@@ -25,7 +25,7 @@ places-E.png (the expert of each place of some images), metrics.json, and a file
 "at work" are parameters that one place meets, "fullest" the load of the fullest expert of any layer over the mean.
 Speeds are medians of turns that the models take, of one
 batch of ``--batch`` images. Exit codes: 0; 2 for input that cannot be used, with one line on stderr; 1 if the loss
-is no longer finite.
+is no longer finite or the disk is full; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def fresh(todo: argparse.Namespace) -> tuple[list[Run], Images]:
     images = read(todo.data, size=size)
     base = SwinConfig(size=size, channels=images.channels, classes=len(images.classes), router=todo.router)
     runs = []
-    for experts in (0, *todo.experts):
+    for experts in dict.fromkeys((0, *todo.experts)):
         config = dataclasses.replace(base, experts=experts)
         runs.append(Run(f"{experts} experts" if experts else "dense", config, swin.init(config, seed=todo.seed)))
     return runs, images
@@ -146,6 +146,9 @@ def program(todo: argparse.Namespace) -> None:
     if todo.source is None and (todo.freeze_experts or todo.new_head):
         raise Refused(f"{'--freeze-experts' if todo.freeze_experts else '--new-head'} goes with --from")
     runs, images = fresh(todo) if todo.source is None else tuned(todo)
+    files = {run.name: todo.out / f"{run.config.experts or 'dense'}.pt" for run in runs}
+    if todo.source is not None and any(path.resolve() == todo.source.resolve() for path in files.values()):
+        raise Refused(f"--out {todo.out}: the model would be written over --from {todo.source}")
     try:
         todo.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -161,7 +164,7 @@ def program(todo: argparse.Namespace) -> None:
             train(run, images, steps=steps, batch=todo.batch, lr=todo.lr, seed=todo.seed)
         accuracy = evaluate(run, images, batch=todo.batch).accuracy
         console.print(f"{run.name}: {steps} steps, test accuracy {accuracy:.1%}", highlight=False)
-        save(run, todo.out / f"{run.config.experts or 'dense'}.pt", images.classes)
+        save(run, files[run.name], images.classes)
     found = scores(runs, images, batch=todo.batch)
     with console.status("taking the time"):
         rates = speeds(runs, images, batch=todo.batch, rounds=5 if todo.quick else 15)
@@ -181,6 +184,12 @@ def main(argv: list[str] | None = None) -> int:
     except (Refused, Failed) as error:
         print("swin_moe: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
         return 2 if isinstance(error, Refused) else 1
+    except OSError as error:
+        print(f"swin_moe: cannot write: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("swin_moe: interrupted", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 

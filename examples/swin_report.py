@@ -65,7 +65,7 @@ def usual(run: Run, values: dict[float | None, Any]) -> Any:
 
 def table_of(runs: list[Run], found: list[dict[float | None, Score]], rates: list[Speed], test: int) -> Table:
     """One row for each model."""
-    table = Table(title=f"SwinV2, {test} images to test on", box=box.SIMPLE, padding=(0, 1), pad_edge=False)
+    table = Table(title=f"SwinV2, {test} images to test on", box=box.SIMPLE, padding=0)
     before = ["before"] if any(run.before is not None for run in runs) else []
     for name in ("model", "parameters", "at work", *before, "accuracy", "train img/s", "infer img/s", "fullest"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
@@ -97,28 +97,26 @@ def capacity_table(runs: list[Run], found: list[dict[float | None, Score]], rate
 # --- pictures ----------------------------------------------------------------------------------------------
 
 
-def draw(runs: list[Run], found: list[dict[float | None, Score]], images: Images, out: Path) -> list[Path]:
-    """Writes the pictures that there is something to draw for; none without matplotlib."""
+def draw(runs: list[Run], found: list[dict[float | None, Score]], images: Images, out: Path) -> bool:
+    """Writes the pictures; False without matplotlib."""
     try:
         from matplotlib.figure import Figure  # without pyplot its canvas is Agg: no display is needed
     except ImportError:
-        return []
+        return False
     pictures: dict[str, Any] = {"training.png": Figure(figsize=(9, 3.6), layout="constrained")}
     draw_training(pictures["training.png"], runs, found)
-    for run in runs:
+    for run, by_factor in zip(runs, found, strict=True):
         if run.config.experts:
             layers = len(run.counts[0])
             name = f"loads-{run.config.experts}.png"
             pictures[name] = Figure(figsize=(9, 1.2 + 1.9 * layers), layout="constrained")
-            draw_loads(pictures[name], run, usual(run, dict(found[runs.index(run)])))
+            draw_loads(pictures[name], run, usual(run, by_factor))
             name = f"places-{run.config.experts}.png"
-            pictures[name] = Figure(figsize=(9, 1.1 + 1.05 * (layers + 1)), layout="constrained")
+            pictures[name] = Figure(figsize=(9, 0.5 + 0.98 * (layers + 1)), layout="constrained")
             draw_places(pictures[name], run, images)
-    paths = []
     for name, figure in pictures.items():
         figure.savefig(out / name, dpi=130)
-        paths.append(out / name)
-    return paths
+    return True
 
 
 def draw_training(figure: Any, runs: list[Run], found: list[dict[float | None, Score]]) -> None:
@@ -132,16 +130,16 @@ def draw_training(figure: Any, runs: list[Run], found: list[dict[float | None, S
         left.plot(torch.arange(len(smooth)) + (width + 1) / 2, smooth, color=color, linewidth=1.8, label=run.name)
         if run.config.experts:
             shares = [100 * by_factor[f].accuracy for f in FACTORS]
-            right.plot(FACTORS, shares, "o-", color=color, label=run.name)
+            right.plot(FACTORS, shares, "o-", color=color)
         else:
-            right.axhline(100 * by_factor[None].accuracy, color=color, linestyle="--", label=run.name)
+            right.axhline(100 * by_factor[None].accuracy, color=color, linestyle="--")
     left.set(xlabel="step", ylabel="cross-entropy, nats", yscale="log", title="Training")
     right.set(xlabel="capacity factor in inference", ylabel="test accuracy, %", title="Fewer slots, not trained for")
     right.set_xticks(sorted(FACTORS), [f"{factor:g}" for factor in sorted(FACTORS)])
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+    left.legend(frameon=False)
 
 
 def draw_loads(figure: Any, run: Run, score: Score) -> None:

@@ -155,7 +155,8 @@ def seconds_of(call: Any) -> float:
 def save(run: Run, path: Path, classes: tuple[str, ...]) -> None:
     """Writes a model, for ``--from``."""
     held = {"format": FORMAT, "config": dataclasses.asdict(run.config), "classes": list(classes), "params": run.params}
-    torch.save(held, path)
+    with path.open("wb") as file:
+        torch.save(held, file)
 
 
 def load(path: Path) -> tuple[SwinConfig, tuple[str, ...], Params]:

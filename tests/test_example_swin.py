@@ -317,6 +317,7 @@ def test_what_is_refused(trained, tmp_path, capsys, monkeypatch):
     (pets / "cat" / "broken.png").write_text("not an image")
     assert "cannot read" in refused(capsys, "--data", pets)
     assert "is a dense model" in refused(capsys, "--from", trained / "dense.pt", "--freeze-experts")
+    assert "written over --from" in refused(capsys, "--from", trained / "4.pt", "--out", trained)
     assert "--freeze-experts goes with --from" in refused(capsys, "--freeze-experts")
     assert "No such file" in refused(capsys, "--from", tmp_path / "none.pt")
     (tmp_path / "bad.pt").write_text("nothing")
