@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,11 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
     return padded[:, down : down + images.shape[1], right : right + images.shape[2]]
 
 
-def train(run: Run, images: Images, *, steps: int, batch: int, lr: float, seed: int) -> None:
+def train(run: Run, images: Images, *, steps: int, batch: int, lr: float, seed: int) -> Iterator[int]:
     """AdamW over shuffled epochs; the rate rises over the first tenth of the steps, then falls to 0 as a cosine.
+
+    Yields:
+        The number of each step that is done.
 
     Raises:
         Failed: if the loss is no longer finite.
@@ -119,6 +123,7 @@ def train(run: Run, images: Images, *, steps: int, batch: int, lr: float, seed: 
         for group in optimizer.param_groups:
             group["lr"] = lr * rise * (0.5 + 0.5 * math.cos(math.pi * progress))
         optimizer.step()
+        yield step
 
 
 @dataclass(frozen=True)

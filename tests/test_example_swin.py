@@ -172,6 +172,7 @@ def test_norms_stand_behind():
 def test_experts_against_a_loop(router):
     config = dataclasses.replace(SMALL, router=router)
     params = float64(swin.init(config, seed=2)["blocks"][3])
+    params["norm_ffn"]["shift"] = torch.randn(16, dtype=torch.float64)  # which a dropped place must not get
     moe = params["ffn"]
     x = torch.randn(2, 4, 4, 16, dtype=torch.float64)
     y, routing = swin.experts(x, params, config.moe(16, 0.5), None)
