@@ -111,7 +111,8 @@ def draw(runs: list[Run], found: list[dict[float | None, Score]], images: Images
             pictures[name] = Figure(figsize=(9, 1.2 + 1.9 * layers), layout="constrained")
             draw_loads(pictures[name], run, usual(run, by_factor))
             name = f"places-{run.config.experts}.png"
-            pictures[name] = Figure(figsize=(9, 0.5 + 0.98 * (layers + 1)), layout="constrained")
+            width = max(4, 0.9 * min(10, len(images.classes)))
+            pictures[name] = Figure(figsize=(width, 0.5 + 0.98 * (layers + 1)), layout="constrained")
             draw_places(pictures[name], run, images)
     for name, figure in pictures.items():
         figure.savefig(out / name, dpi=130)

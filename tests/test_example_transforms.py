@@ -75,6 +75,14 @@ def test_curvature(asked):
     assert abs(float((direction.flatten() * vectors[:, top]).sum())) == pytest.approx(1, abs=1e-3)
 
 
+def test_the_top_curvature_may_be_negative():
+    at = torch.ones(2, dtype=torch.float64)
+    direction, values, residual = transforms.top_curvature(lambda w: w[1] ** 2 - 3 * w[0] ** 2, at, iterations=40)
+    assert values[-1] == pytest.approx(-6)
+    assert residual < 1e-9
+    torch.testing.assert_close(direction.abs(), torch.tensor([1.0, 0], dtype=torch.float64))
+
+
 def test_sensitivity(asked):
     params, images, _ = asked
     router = params["moe"].router
