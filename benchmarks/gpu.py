@@ -25,34 +25,48 @@ It needs torch, numpy and this checkout; rich draws the tables where it is insta
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's fmoe, installed or not
 
-try:
-    import fmoe
-except ImportError as missing:
-    sys.exit(f"gpu.py: fmoe cannot be imported here: {missing}. It needs torch 2.11 or newer and numpy.")
 from gpu_checks import CHECKS, Skipped, capture, large
 from gpu_measure import (
-    Budget, Flush, card_state, ceilings, clear, error_text, finish, peak_bytes, require, rounds, row_error, saved_bytes,
-)  # fmt: skip
-from gpu_peers import CONTENDERS, SHAPES, Shape, draw, flops, shrunk
-from layer_peers import Contender, Problem
+    Budget,
+    Flush,
+    card_state,
+    ceilings,
+    clear,
+    error_text,
+    finish,
+    peak_bytes,
+    require,
+    rounds,
+    row_error,
+    saved_bytes,
+)
+from gpu_peers import CONTENDERS, SHAPES, Shape, chosen_by, draw, flops, least_bytes, shrunk
+from layer_peers import Contender, Problem, fmoe_layer
 
+import fmoe
 from fmoe.ops import OPS
 
 #: Seconds that are kept for: a check, a cell besides its timing, the end.
 CHECK, CELL, REST = 8.0, 6.0, 5.0
+#: Checks that wait for a compiler, after everything else, and the seconds they may take.
+LATE = {"compiled": 70.0}
 ROW_GOAL = 0.8
+#: Contenders that are layers of a package of their name.
+PACKAGES = ("transformers", "scattermoe", "megablocks", "tutel")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -61,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu.py: torch sees no GPU here; --device cpu runs the script on small layers.")
     budget, flush = Budget(args.budget - REST), Flush(device)
-    report: dict[str, Any] = {"machine": machine(device), "checks": {}, "cells": [], "rows": []}
+    absent = [name for name in args.contenders if name in PACKAGES and importlib.util.find_spec(name) is None]
+    args.contenders = [name for name in args.contenders if name not in absent]
+    report: dict[str, Any] = {"machine": machine(device), "absent": absent, "checks": {}, "cells": [], "rows": []}
     print("  ".join(f"{name} {value}" for name, value in report["machine"].items()), flush=True)
 
     def write() -> None:
@@ -72,12 +88,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     report["ceilings"] = ceilings(device, flush, min(args.seconds, 2.0), small=device.type == "cpu")
     print("ceilings: {matmul_tflops:.4g} TFLOP/s, {copy_gb_per_s:.4g} GB/s".format(**report["ceilings"]), flush=True)
     write()
-    for name in [] if args.no_checks else CHECKS:
-        if alive(report) and budget.allows(f"check {name}", CHECK):
-            report["checks"][name] = outcome(lambda name=name: CHECKS[name](device))
+    checks = [] if args.no_checks else list(CHECKS)
+
+    def run_check(name: str) -> None:
+        if alive(report) and budget.allows(f"check {name}", LATE.get(name, CHECK)):
+            report["checks"][name] = outcome(lambda: CHECKS[name](device))
             print(f"check {name}: {report['checks'][name]}", flush=True)
             clear(device)
             write()
+
+    for name in checks:
+        if name not in LATE:
+            run_check(name)
     for name in args.configs:
         shape = SHAPES[name] if device.type == "cuda" else shrunk(SHAPES[name])
         for mode in ("forward",) if shape.layer.decode else ("forward", "train"):
@@ -87,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if alive(report) and not shape.layer.decode and budget.allows(f"{name} rows", CELL):
             report["rows"] += move_rows(shape, device, flush, min(args.seconds, 2.0), report["ceilings"])
             write()
+    for name in checks:
+        if name in LATE:
+            run_check(name)
     show(report)
     write()
     return report
@@ -109,10 +134,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     facts = {"torch": torch.__version__, "python": platform.python_version(), "fmoe": fmoe.__version__}
     for package in ("triton", "transformers"):
         try:
-            from importlib.metadata import version
-
-            facts[package] = version(package)
-        except Exception:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
             facts[package] = "not installed"
     return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}) | card_state()
 
@@ -166,8 +189,6 @@ def cell(
                     require(row_error(y, ours), 0.03, f"{name} against fmoe")
             runs[name] = step(made, y, train)
             numbers[name] = {"memory": memory(made, runs[name], device)} if train else {}
-        except ImportError as error:
-            numbers[name] = {"error": f"not installed: {error}"}
         except Exception as error:
             numbers[name] = {"error": error_text(error)}
     if shape.small and device.type == "cuda" and "fmoe" in runs:
@@ -180,16 +201,18 @@ def cell(
     for name, times in rounds(runs, device, flush, args.seconds, args.rounds).items():
         numbers[name] |= times
         if "ms" in times:
-            of = flops(name.removesuffix(" graph"), shape, train)
-            numbers[name] |= {
-                "tflops": of / times["ms"] / 1e9,
-                "of_matmul": of / times["ms"] / 1e9 / limits["matmul_tflops"],
-            }
+            numbers[name] |= rates(name.removesuffix(" graph"), shape, train, times["ms"], limits)
     if shape.layer.decode and "ms" in numbers.get("fmoe", {}):
         found["reading"] = reading(problem, numbers, limits)
     found["after"] = card_state()
     print(summary(found), flush=True)
     return found
+
+
+def rates(name: str, shape: Shape, train: bool, ms: float, limits: dict[str, float]) -> dict[str, float]:
+    """TFLOP/s and its share of the matmul, and what share of the copy the least bytes of a pass took."""
+    tflops, rate = flops(name, shape, train) / ms / 1e9, least_bytes(shape, train) / ms / 1e6
+    return {"tflops": tflops, "of_matmul": tflops / limits["matmul_tflops"], "of_copy": rate / limits["copy_gb_per_s"]}
 
 
 def step(made: Contender, y: torch.Tensor, train: bool) -> Callable[[], Any]:
@@ -211,8 +234,6 @@ def step(made: Contender, y: torch.Tensor, train: bool) -> Callable[[], Any]:
 
 def padded(problem: Problem) -> Contender:
     """`fmoe.moe` in the padded layout, whose shapes a graph can hold."""
-    from layer_peers import fmoe_layer
-
     ragged = fmoe_layer(problem)
     x, router, w_in, w_out = ragged.leaves
     params = fmoe.MoEParams(fmoe.RouterParams(router), fmoe.ExpertParams(w_in, w_out))
@@ -230,8 +251,6 @@ def memory(made: Contender, run: Callable[[], Any], device: torch.device) -> dic
 
 def reading(problem: Problem, numbers: dict[str, Any], limits: dict[str, float]) -> dict[str, float]:
     """Reading the chosen experts' weights once, which is what a step of few tokens must do."""
-    from gpu_peers import chosen_by
-
     active = int(chosen_by(problem.params, problem.x, problem.config.layer(problem.activation)).unique().numel())
     own = problem.params.experts
     size = active * (own.w_in[0].numel() + own.w_out[0].numel()) * own.w_in.element_size()
@@ -284,45 +303,53 @@ def summary(found: dict[str, Any]) -> str:
     return f"{found['config']} {found['mode']} (TFLOP/s): " + ", ".join(parts)
 
 
+HEADINGS = ("layer", "mode", "contender", "ms", "TFLOP/s", "of matmul", "of copy", "saved GB", "peak GB", "goal")
+_TOLD = 70  # characters of an error in the table; the JSON has all
+
+
 def lines(report: dict[str, Any]) -> list[tuple[str, ...]]:
     """The rows of the table: a contender in a cell, what it reached, what was asked."""
-    made = []
+    made: list[tuple[str, ...]] = []
     for found in report["cells"]:
-        numbers, goals = found["contenders"], SHAPES[found["config"]].goals
+        where, numbers = (found["config"], found["mode"]), found["contenders"]
         for name, of in numbers.items():
             if "ms" not in of:
-                made.append((found["config"], found["mode"], name, of.get("error", ""), *[""] * 5))
+                made.append((*where, name, *[""] * 6, of.get("error", "")[:_TOLD]))
                 continue
-            kept, goal = of.get("memory", {}), ""
-            if name == "fmoe":
-                goal = str(goals.get(found["mode"], ""))
-                over = numbers.get("grouped_mm", {}).get("ms")
-                if over and "over_grouped_mm" in goals:
-                    goal += f"; {over / of['ms']:.2f}x grouped_mm of {goals['over_grouped_mm']}x"
-                if kept and "saved_gb" in goals:
-                    goal += f"; saved {goals['saved_gb']} GB"
+            kept = of.get("memory", {})
             peak = kept.get("peak_gb")
-            made.append(
-                (
-                    found["config"], found["mode"], name, f"{of['ms']:.3f}", f"{of['tflops']:.1f}",
-                    f"{100 * of['of_matmul']:.0f}%", f"{kept['saved_gb']:.3f}" if kept else "",
-                    "" if peak is None else f"{peak:.2f}", goal.strip("; "),
-                )
-            )  # fmt: skip
+            reached = f"{of['ms']:.3f}", f"{of['tflops']:.1f}", percent(of["of_matmul"]), percent(of["of_copy"])
+            memory = f"{kept['saved_gb']:.3f}" if kept else "", "" if peak is None else f"{peak:.2f}"
+            made.append((*where, name, *reached, *memory, goal_of(found) if name == "fmoe" else ""))
         if "reading" in found:
             r = found["reading"]
-            made.append(
-                (found["config"], f"{r['active_experts']} experts", "read once", "", f"{r['gb_per_s']:.0f} GB/s",
-                 f"{100 * r['of_copy']:.0f}% of copy", "", "", "")
-            )  # fmt: skip
+            told = f"{r['active_experts']} experts' weights, {r['gb_per_s']:.0f} GB/s"
+            made.append((*where, "read once", "", "", "", percent(r["of_copy"]), "", "", told))
     for of in report["rows"]:
-        reached = (f"{of['ms']:.3f}", f"{of['gb_per_s']:.0f} GB/s", f"{100 * of['of_copy']:.0f}% of copy")
-        told = reached if "ms" in of else (of["error"], "", "")
-        made.append((of["config"], "rows", of["op"], *told, "", "", f"{100 * ROW_GOAL:.0f}% of copy"))
+        where = (of["config"], "rows", of["op"])
+        if "ms" in of:
+            told = f"{percent(ROW_GOAL)} of copy; {of['gb_per_s']:.0f} GB/s"
+            made.append((*where, f"{of['ms']:.3f}", "", "", percent(of["of_copy"]), "", "", told))
+        else:
+            made.append((*where, *[""] * 6, of["error"][:_TOLD]))
     return made
 
 
-HEADINGS = ("layer", "mode", "contender", "ms", "TFLOP/s", "of matmul", "saved GB", "peak GB", "goal")
+def percent(share: float) -> str:
+    """A share as a table shows it."""
+    return f"{100 * share:.0f}%"
+
+
+def goal_of(found: dict[str, Any]) -> str:
+    """What is asked of a cell, beside what is not in its columns."""
+    goals, numbers = SHAPES[found["config"]].goals, found["contenders"]
+    asked = [f"{goals[found['mode']]} TFLOP/s"] if found["mode"] in goals else []
+    over = numbers.get("grouped_mm", {}).get("ms")
+    if over and "over_grouped_mm" in goals:
+        asked.append(f"{goals['over_grouped_mm']}x grouped_mm, is {over / numbers['fmoe']['ms']:.2f}x")
+    if found["mode"] == "train" and "saved_gb" in goals:
+        asked.append(f"saved {goals['saved_gb']} GB")
+    return "; ".join(asked)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -338,12 +365,13 @@ def show(report: dict[str, Any]) -> None:
     else:
         table = Table(box=None, padding=(0, 1, 0, 0))
         for heading in HEADINGS:
-            table.add_column(heading, justify="right" if heading in HEADINGS[3:8] else "left")
+            table.add_column(heading, justify="right" if heading in HEADINGS[3:9] else "left", no_wrap=True)
         for line in body:
             table.add_row(*line)
-        Console(width=160, highlight=False, soft_wrap=True).print(table)
+        Console(width=170, highlight=False, soft_wrap=True).print(table)
     failed = [name for name, found in report["checks"].items() if found.startswith("FAILED")]
     failed += [f"{c['config']} against fp64" for c in report["cells"] if c.get("check", "").startswith("FAILED")]
+    print(f"contenders not installed here: {', '.join(report['absent']) or 'none'}")
     print(f"checks: {len(report['checks'])}, failed: {', '.join(failed) or 'none'}")
 
 

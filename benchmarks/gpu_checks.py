@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -63,12 +64,11 @@ def compare(
     require(float((found[0] * rest).abs().sum()), 0, f"{what}: dx of tokens without a cotangent")
     wide, part = pytree.tree_map(lambda p: p.detach().double().requires_grad_(), (held, leaf[rows]))
     wanted = oracle(part, wide, experts[rows], config.activation, config.router.normalized)
-    gradients = torch.autograd.grad(
-        (wanted * cotangent.double()).sum(),
-        [part, *pytree.tree_leaves(wide)],
-        allow_unused=True,
-        materialize_grads=True,
-    )
+    leaves, loss = [part, *pytree.tree_leaves(wide)], (wanted * cotangent.double()).sum()
+    if loss.requires_grad:
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    else:  # no token at all
+        gradients = tuple(map(torch.zeros_like, leaves))
     names = ("y", "dx", "d router", *(f"d {n}" for n in ("w_in", "w_out", "b_in", "b_out")))
     pairs = [(y[rows], wanted), (found[0][rows], gradients[0]), *zip(found[1:], gradients[1:], strict=True)]
     errors = [error_of(a, b) for a, b in pairs]
@@ -179,9 +179,8 @@ def bad_ids(device: torch.device) -> str:
         tokens = F.expert_apply(params.experts, F.dispatch(x, bad), activation="swiglu")
         return F.combine(tokens, bad)
 
-    with contextlib.suppress(ImportError, AttributeError):
-        checked = importlib.import_module("fmoe.ops.kernels.choice").checked
-        with checked():
+    if importlib.util.find_spec("fmoe.ops.kernels.choice") is not None:
+        with importlib.import_module("fmoe.ops.kernels.choice").checked():
             _refused(run)
         if device.type == "cuda":
             guards = [torch.full((2**16,), 7, dtype=torch.int64, device=device) for _ in range(64)]

@@ -10,12 +10,18 @@ import contextlib
 import gc
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+try:  # before anything of it is used, and the first of the script's files to be read
+    import fmoe  # noqa: F401
+except ImportError as missing:
+    sys.exit(f"gpu.py: fmoe cannot be imported here: {missing}. It needs torch 2.11 or newer and numpy.")
 
 Run = Callable[[], Any]
 

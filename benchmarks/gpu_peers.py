@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from layer_peers import Config, Contender, Problem, _activate, _flat_leaves, _route, dense, fmoe_layer, mixtral
+from layer_peers import Config, Contender, Problem, _flat_leaves, _route, dense, fmoe_layer, mixtral
 from torch import Tensor
 
 import fmoe
@@ -53,8 +53,8 @@ SHAPES = {
             Config("mixtral", 32768, 4096, 14336, 8, 2), "swiglu",
             {"forward": 590, "train": 510, "over_grouped_mm": 1.5},
         ),
-        # what one rank of eight gets of DeepSeek-V3: rows for its 32 of 256 experts, each row for one of them
-        Shape(Config("deepseek3", 131072, 7168, 2048, 32, 1), "swiglu", {"over_grouped_mm": 1.5}),
+        # the rows that one rank of eight gets of DeepSeek-V3, for its 32 of 256 experts
+        Shape(Config("deepseek3", 16384, 7168, 2048, 32, 8), "swiglu", {"over_grouped_mm": 1.5}),
         # SwinV2-MoE-S, 192 pixels, batch 128: stages 3 and 4
         Shape(Config("swin3", 18432, 384, 1536, 32, 1), "gelu", {}, small=True),
         Shape(Config("swin4", 4608, 768, 3072, 32, 1), "gelu", {}, small=True),
@@ -64,16 +64,10 @@ SHAPES = {
 
 
 def shrunk(shape: Shape) -> Shape:
-    """The same for a CPU: fewer of everything, odd where that is interesting."""
+    """The same for a CPU: fewer of everything."""
     c = shape.layer
-    small = replace(
-        c,
-        tokens=min(c.tokens, 96),
-        model_dim=32 + c.model_dim % 7,
-        hidden_dim=24,
-        experts=min(c.experts, 8),
-        k=min(c.k, 2),
-    )
+    fewer = {"tokens": min(c.tokens, 96), "model_dim": 32, "hidden_dim": 24, "experts": 8, "k": min(c.k, 2)}
+    small = replace(c, **fewer)
     return replace(shape, layer=small)
 
 
@@ -96,37 +90,40 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> P
 
 
 def grouped_mm(problem: Problem) -> Contender:
-    """`torch.nn.functional.grouped_mm` by hand, with nothing read on the host and no index by a CPU tensor."""
+    """`torch.nn.functional.grouped_mm` by hand, with nothing read on the host and nothing copied from it."""
     x, router, w_in, w_out = leaves = _flat_leaves(problem)
     k, num_experts = problem.config.k, problem.config.experts
 
     def run() -> Tensor:
-        weights, experts = _route(x, router, k)
+        gates, experts = (x @ router).softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+        weights = (gates / gates.sum(-1, keepdim=True) if k > 1 else gates).to(x.dtype)
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         ends = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).int()
-        h = _activate(nnf.grouped_mm(x.index_select(0, order // k), w_in, offs=ends), problem.activation)
+        h = activate(nnf.grouped_mm(x.index_select(0, order // k), w_in, offs=ends), problem.activation)
         rows = nnf.grouped_mm(h, w_out, offs=ends)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         return (rows.index_select(0, inverse).view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
-    return Contender("grouped_mm", _activation_of(problem, run), leaves)
+    return Contender("grouped_mm", run, leaves)
 
 
-def _activation_of(problem: Problem, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`run` where `layer_peers` has the activation; it has swiglu and relu."""
-    if problem.activation == "gelu":
-        raise NotImplementedError("timed in swiglu only")
-    return run
+_ACTIVATIONS = {"relu": nnf.relu, "gelu": nnf.gelu, "geglu": nnf.gelu, "silu": nnf.silu, "swiglu": nnf.silu}
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """The activation of z, of which a gated one has the gate in its first half."""
+    if not activation.endswith("glu"):
+        return _ACTIVATIONS[activation](z)
+    gate, up = z.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def dense_ffn(problem: Problem) -> Contender:
     """One FFN on T*K rows: the layer's FLOPs without any routing, the limit."""
-    if problem.activation == "gelu":
-        made = dense(replace(problem, activation="relu"))
-        x, w_in, w_out = made.leaves
-        return replace(made, run=lambda: nnf.gelu(x @ w_in) @ w_out)
-    return dense(problem)
+    made = dense(problem)
+    x, w_in, w_out = made.leaves
+    return replace(made, run=lambda: activate(x @ w_in, problem.activation) @ w_out)
 
 
 def transformers_experts(problem: Problem) -> Contender:
@@ -205,10 +202,25 @@ def flops(name: str, shape: Shape, train: bool) -> float:
     return whole * (CONTENDERS[name][2] / 3 if shape.activation == "swiglu" else 1)
 
 
+def least_bytes(shape: Shape, train: bool, size: int = 2) -> float:
+    """Bytes that a pass must move: each kernel's inputs read once, tokens too, and its outputs written once.
+
+    Forward: gather and up (z and h written), down, weighted sum. Backward: dh with its epilogue, dx of
+    rows, their sum, and two weight gradients that gather again.
+    """
+    c = shape.layer
+    columns = c.hidden_dim * (2 if shape.activation.endswith("glu") else 1)
+    rows, tokens = c.tokens * c.k, c.tokens * c.model_dim
+    z, h, out = rows * columns, rows * c.hidden_dim, rows * c.model_dim
+    w_in, w_out = c.experts * c.model_dim * columns, c.experts * c.hidden_dim * c.model_dim
+    moved = (tokens + w_in + z + h) + (h + w_out + out) + (out + tokens)
+    if train:
+        moved += (tokens + w_out + z + z + h) + (z + w_in + out) + (out + tokens)
+        moved += (tokens + z + w_in) + (tokens + h + w_out)
+    return float(moved * size)
+
+
 # --- the reference ---------------------------------------------------------------------------------------------------
-
-
-_ACTIVATIONS = {"relu": nnf.relu, "gelu": nnf.gelu, "geglu": nnf.gelu, "silu": nnf.silu, "swiglu": nnf.silu}
 
 
 def oracle(x: Tensor, params: Any, experts: Tensor, activation: str, normalize: bool) -> Tensor:
@@ -222,9 +234,7 @@ def oracle(x: Tensor, params: Any, experts: Tensor, activation: str, normalize: 
         z = x[token] @ own.w_in[e].flatten(1)
         if own.b_in is not None:
             z = z + own.b_in[e].flatten()
-        halves = z.chunk(2, -1) if activation.endswith("glu") else (z,)
-        h = _ACTIVATIONS[activation](halves[0])
-        row = (h * halves[1] if len(halves) > 1 else h) @ own.w_out[e]
+        row = activate(z, activation) @ own.w_out[e]
         if own.b_out is not None:
             row = row + own.b_out[e]
         y = y.index_add(0, token, row * weights[token, choice, None])
