@@ -164,8 +164,8 @@ def card_state() -> dict[str, str]:
 
 def clear(device: torch.device) -> None:
     """Gives back what nobody holds."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -212,12 +212,12 @@ def poisoned(device: torch.device, size: int = 2**31) -> Iterator[None]:
             del held
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
