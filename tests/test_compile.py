@@ -1,10 +1,15 @@
 """torch.compile of a layer without a graph break: alone and as a bound program, forward and backward.
 
-The transform table has more subjects under more transforms; here are the ways a user calls, and the graph
-for a device whose data the host does not have.
+The transform table has more subjects under more transforms; here are the ways a user calls, and what is made
+for a GPU, down to Triton code.
 """
 
 from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,3 +110,16 @@ def test_a_graph_for_a_device_without_data(layout):
         assert devices == {"meta"}
         names = [node.target.name() for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
         assert [name.split("::")[1] for name in names if name.startswith("fmoe")] == ops
+
+
+def test_code_for_a_gpu():
+    """Inductor lowers forward and backward to Triton, without a GPU; our operations stay as they are."""
+    pytest.importorskip("triton")
+    script = pathlib.Path(__file__).with_name("gpu_code.py")
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    forward, backward = map(json.loads, found.stdout.splitlines())
+    ours = ["top_k", "assign_slots", "row_index", "ffn"]
+    assert (forward["operations"], backward["operations"]) == (ours, [*ours, "ffn_backward"])
+    assert forward["devices"] == backward["devices"] == ["cuda:0"]
+    assert backward["kernels"] > forward["kernels"] > 4
