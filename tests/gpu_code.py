@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def traced(fn: Any, leaves: list[torch.Tensor]) -> torch.fx.GraphModule:
-    """The graph of `fn` on meta tensors, in Inductor's decompositions, with every device named in it changed to CUDA."""
+    """The graph of `fn` on meta tensors, in Inductor's decompositions, with CUDA for every device named in it."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -56,8 +56,9 @@ def pretended_gpu() -> Any:
     from triton.runtime.driver import driver
 
     known = {
-        "type": "cuda", "index": 0, "multi_processor_count": 132, "cc": 90, "major": 9, "regs_per_multiprocessor": 65536,
-        "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32, "minor": 0,
+        "type": "cuda", "index": 0, "multi_processor_count": 132, "cc": 90, "major": 9, "minor": 0,
+        "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+        "warp_size": 32,
     }  # fmt: skip
     properties = DeviceProperties(**{name: known.get(name) for name in DeviceProperties._fields})
     target = mock.Mock()
