@@ -106,12 +106,15 @@ def test_a_bound_program_refuses_other_types_when_compiled():
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_a_graph_for_a_device_without_data(layout):
-    """As for a GPU that is not there: everything is traced, stays on the device, and is left to four operations."""
+    """As for a GPU that is not there: everything is traced, stays on the device, and is left to five operations."""
     config, params, x = layer_of(layout)
     p, x = pytree.tree_map(lambda leaf: torch.empty_like(leaf, dtype=torch.bfloat16, device="meta"), (params, x))
     loss = with_loss(alone(config, params, x))
-    ours = ["top_k", "assign_slots", "row_index", "ffn"]
-    for fn, ops in ((loss, ours), (torch.func.grad(lambda p, x: loss(p, x)[0], (0, 1)), [*ours, "ffn_backward"])):
+    ours = ["wide_linear", "top_k", "assign_slots", "row_index", "ffn"]
+    for fn, ops in (
+        (loss, ours),
+        (torch.func.grad(lambda p, x: loss(p, x)[0], (0, 1)), [*ours, "ffn_backward", "wide_linear", "wide_linear"]),
+    ):
         graph = make_fx(fn)(p, x).graph
         values = [node.meta.get("val") for node in graph.nodes]
         devices = {leaf.device.type for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
@@ -127,7 +130,10 @@ def test_code_for_a_gpu():
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
     forward, backward = map(json.loads, found.stdout.splitlines())
-    ours = ["top_k", "assign_slots", "row_index", "ffn"]
-    assert (forward["operations"], backward["operations"]) == (ours, [*ours, "ffn_backward"])
+    ours = ["wide_linear", "top_k", "assign_slots", "row_index", "ffn"]
+    assert (forward["operations"], backward["operations"]) == (
+        ours,
+        [*ours, "ffn_backward", "wide_linear", "wide_linear"],
+    )
     assert forward["devices"] == backward["devices"] == ["cuda:0"]
     assert backward["kernels"] > forward["kernels"] > 4
