@@ -1,12 +1,11 @@
 """Numbers of the host on a device, without making the host wait.
 
 ``torch.tensor(numbers, device="cuda")`` copies from pageable memory: the host waits for everything that
-runs, and a CUDA graph cannot be captured. These two do not.
+runs, and a CUDA graph cannot be captured. These two avoid both.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,9 +19,11 @@ def numbers_on(numbers: Sequence[int], device: torch.device) -> Tensor:
         >>> numbers_on([3, 3, 1], torch.device("cpu"))
         tensor([3, 3, 1])
     """
-    runs = [(value, len(list(same))) for value, same in itertools.groupby(numbers)]
-    parts = [torch.full((count,), value, dtype=torch.int64, device=device) for value, count in runs]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    if all(number == numbers[0] for number in numbers):
+        return torch.full((len(numbers),), numbers[0] if numbers else 0, dtype=torch.int64, device=device)
+    return torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers])
 
 
 def array_on(array: Tensor, device: torch.device) -> Tensor:
