@@ -114,7 +114,11 @@ def _sums(
     keep: Tensor | None,
 ) -> Sums:
     logits = scores.logits
-    tokens = logits.new_full((), logits.shape[0]) if keep is None else keep.sum().to(logits.dtype)
+    tokens = (
+        torch.full((), logits.shape[0], dtype=logits.dtype, device=logits.device)
+        if keep is None
+        else keep.sum().to(logits.dtype)
+    )
     mass = router.mass(scores, picked)
     rows = [mass, router.chance(scores, picked)]
     rows += [first.to(mass.dtype) for first in router.firsts(picked, logits.shape[1])]
@@ -144,7 +148,11 @@ def _sum_over_groups(
     total = rows[0].new_zeros(3)
     for (mass, chance, *firsts), ids, mask in zip(split, experts.split(sizes), masks, strict=True):
         counts = chosen(ids, num_experts).sum(0)
-        tokens = mass.new_full((), mass.shape[0]) if mask is None else mask.sum().to(mass.dtype)
+        tokens = (
+            torch.full((), mass.shape[0], dtype=mass.dtype, device=mass.device)
+            if mask is None
+            else mask.sum().to(mass.dtype)
+        )
         mean = sum_over_tokens(mass, mask) / tokens.clamp(min=1)
         balance = router.balance(mean, counts, tokens, *(sum_over_tokens(first, mask) for first in firsts))
         losses = [balance, squared_variation(mean), squared_variation(sum_over_tokens(chance, mask))]
