@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, for `torch.utils._pytree` and for optree alike.
+"""Frozen dataclasses that are pytrees, for `torch.utils._pytree` and, where it is installed, for optree alike.
 
 The children are the fields that hold tensors or other values; every other field (widths, layouts,
 names) is context. A field that is None is context too: torch's pytree counts None as a leaf, and
@@ -11,14 +11,17 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform
 
-import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from ._typing import type_text
 
+try:  # fmoe itself walks trees with torch alone
+    import optree
+except ImportError:
+    optree = None  # type: ignore[assignment]
+
 T = TypeVar("T")
-_GLOBAL = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
 
 def static(**kwargs: Any) -> Any:
@@ -66,13 +69,14 @@ def value(cls: type[T]) -> type[T]:
         to_dumpable_context=_to_json,
         from_dumpable_context=_from_json,
     )
-    optree.register_pytree_node(
-        cls,  # type: ignore[arg-type]
-        flatten_for_optree,
-        lambda spec, leaves: unflatten(leaves, spec),
-        path_entry_type=optree.GetAttrEntry,
-        namespace=_GLOBAL,
-    )
+    if optree is not None:
+        optree.register_pytree_node(
+            cls,  # type: ignore[arg-type]
+            flatten_for_optree,
+            lambda spec, leaves: unflatten(leaves, spec),
+            path_entry_type=optree.GetAttrEntry,
+            namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),
+        )
     cls.__repr__ = _repr  # type: ignore[method-assign]
     return cls
 

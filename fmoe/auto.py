@@ -26,7 +26,7 @@ from .sharding import planner
 from .sharding.plan import Plan
 from .sharding.profile import Profile
 from .sharding.spec import ShardingSpec
-from .signature import Signature
+from .signature import Signature, plain_signature
 from .stages import Compiled, Planned, Traced, plan_of, planner_of, slots_of, trace
 from .text import explanation_text
 from .trace import Call, runs_under_spec
@@ -137,12 +137,12 @@ class Auto:
             return self._made_before(call).run_plain(call)
         signature = Signature.of(call)
         compiled = self._for(signature, call)
-        self._called.replace(_given(call), compiled)
+        self._called.replace(plain_signature(call), compiled)
         return compiled.run(call, signature.marks)
 
     def _made_before(self, call: Call) -> Compiled:
         """Under torch.compile: the program of an earlier call with these types, as nothing can be planned there."""
-        compiled = self._called.get(_given(call))
+        compiled = self._called.get(plain_signature(call))
         if compiled is not None:
             return compiled
         raise ValueError("no program is planned for these types yet: call the function once before it is compiled.")
@@ -204,15 +204,6 @@ class Auto:
 def _layers_text(traced: Traced) -> str:
     layers = ", ".join(layer.name for layer in traced.layers)
     return f"{traced.program.name} ({layers})" if layers else traced.program.name
-
-
-def _given(call: Call) -> tuple[Any, ...]:
-    """What tells a call from another, in a way that torch.compile can follow."""
-    leaves = tuple(
-        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else (type(leaf).__name__, leaf)
-        for leaf in pytree.tree_leaves(call)
-    )
-    return len(call[0]), tuple(call[1]), leaves
 
 
 def _plans_text(traced: Traced, spec: ShardingSpec) -> str:

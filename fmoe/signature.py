@@ -27,6 +27,15 @@ def paths_of(call: Call) -> tuple[str, ...]:
     return tuple(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(call)[0])
 
 
+def plain_signature(call: Call) -> tuple[Any, ...]:
+    """What tells a call from another, in a way that torch.compile can follow."""
+    leaves = tuple(
+        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else (type(leaf).__name__, leaf)
+        for leaf in pytree.tree_leaves(call)
+    )
+    return len(call[0]), tuple(call[1]), leaves
+
+
 @dataclass(frozen=True)
 class Signature:
     """What a call's arguments are, apart from their data: what programs are kept by."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -35,7 +36,7 @@ from .sharding.plan import Plan
 from .sharding.presets import default_profile
 from .sharding.profile import Profile
 from .sharding.spec import ShardingSpec
-from .signature import Signature, difference_of, paths_of
+from .signature import Signature, difference_of, paths_of, plain_signature
 from .text import bound_text, plan_text, program_text
 from .trace import Call, Captured, Output, capture
 
@@ -59,6 +60,7 @@ class Traced:
     program: Program
     layers: tuple[Layer, ...]
     paths: tuple[str, ...] = ()
+    plain: tuple[Any, ...] = ()
 
     def as_text(self) -> str:
         """The logical program."""
@@ -216,13 +218,18 @@ class Compiled:
         Raises:
             ValueError: if the arguments are not those it was planned for.
         """
+        name = self.planned.program.name
+        if torch.compiler.is_dynamo_compiling():
+            if plain_signature((args, kwargs)) != self.planned.traced.plain:
+                raise ValueError(f"{name}: the arguments are not of the types it was planned for: plan it for these.")
+            return self.run_plain((args, kwargs))
         signature = Signature.of((args, kwargs))
         if paths_of((args, kwargs)) != self.planned.traced.paths:
             raise ValueError(
-                f"{self.planned.program.name}: the arguments are another tree than those it was planned for, or in "
+                f"{name}: the arguments are another tree than those it was planned for, or in "
                 "another order; plan it again for these."
             )
-        difference = difference_of(self.planned.program.name, self.planned.traced.signature, signature)
+        difference = difference_of(name, self.planned.traced.signature, signature)
         if difference:
             raise ValueError(difference)
         return self.run((args, kwargs), signature.marks)
@@ -283,7 +290,8 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Traced]:
         roles = [mark.role for mark in signature.marks]
         captured = capture(fn, (args, kwargs), signature.types, roles)
         program, layers = name_layers(captured.program)
-        return Traced(fn, signature, captured, program, tuple(layers), paths_of((args, kwargs)))
+        call = (args, kwargs)
+        return Traced(fn, signature, captured, program, tuple(layers), paths_of(call), plain_signature(call))
 
     return traced
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ._value import static, value
 
@@ -18,10 +18,12 @@ from ._value import static, value
 def cast_leaves(tree: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
     """The same tree on `device`, with its floating leaves in `dtype`."""
 
-    def cast(leaf: Tensor) -> Tensor:
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf  # None in a user's tree
         return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
 
-    return optree.tree_map(cast, tree)
+    return pytree.tree_map(cast, tree)
 
 
 @value

@@ -106,3 +106,29 @@ def table(rank):
 
 def test_every_collective_under_every_transform():
     assert launch(table, 2) == [len(CASES) * 8] * 2
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "reduce_scatter"])
+def test_an_exchange_in_flight_is_held_until_it_is_done(alone, name):
+    """Its work object, which keeps the tensors that it reads and fills, also where nobody else does; see [streams]."""
+    in_flight = torch._C._distributed_c10d._get_work_registry_size
+    sizes = ([3], [3]) if name == "all_to_all" else (1,)
+    x = torch.randn(2, 3, dtype=torch.float64).t().requires_grad_()  # not contiguous: a temporary is sent
+    future = OPS[f"start_{name}"](x, *sizes, world(), "test")
+    assert in_flight() == 1
+    held = [torch.full((3, 2), torch.nan) for _ in range(20)]  # memory of a freed temporary would be taken by these
+    y = OPS[f"done_{name}"](future, *sizes, world(), "test")
+    assert in_flight() == 0
+    assert torch.equal(y, x)
+    (2 * y).sum().backward()
+    assert in_flight() == 0
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+    assert len(held) == 20

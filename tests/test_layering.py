@@ -156,3 +156,17 @@ def test_import_pulls_in_no_extra_package():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["[]", "[]"]
+
+
+def test_optree_is_optional():
+    """Trees of the library are torch's own: a machine without optree runs a layer, and user's experts."""
+    code = (
+        "import sys; sys.modules['optree'] = None; import fmoe, torch; "
+        "config = fmoe.MoEConfig(2, 3, 5, capacity=1.0); params = fmoe.init(config, seed=0); "
+        "print(tuple(fmoe.moe(params.to(torch.float64), torch.ones(4, 3).double(), config)[0].shape)); "
+        "own = fmoe.MoEParams(params.router, {'b': torch.ones(2), 'a': torch.full((2,), 2.0)}); "
+        "double = config.replace(fn=lambda p, rows: p['a'] * p['b'] * rows, capacity=None); "
+        "print(fmoe.moe(own, torch.ones(1, 3), double)[0].mean() > 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["(4, 3)", "tensor(True)"]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fmoe
+from fmoe.functional.routers.base import linear
 from fmoe.ops.kernels import cpu_tiles
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
@@ -170,3 +171,25 @@ def test_narrow_dtypes(dtype, activation, capacity, tiled):
     x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     with kernels(tiled):
         compare(config, x, seed=3)
+
+
+def test_a_router_keeps_its_tokens_as_they_are():
+    """In bf16 the logits are in fp32, the bits of a product of upcast operands, but no upcast token is kept."""
+    x, weight = torch.randn(40, 16, dtype=torch.bfloat16), torch.randn(16, 5, dtype=torch.bfloat16)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        logits = linear(*leaves)
+    assert sorted({(tuple(t.shape), t.dtype) for t in kept}, key=str) == [
+        ((16, 5), torch.bfloat16),
+        ((40, 16), torch.bfloat16),
+    ]
+    wide = [t.float().requires_grad_() for t in (x, weight)]
+    want = wide[0] @ wide[1]
+    assert torch.equal(logits, want)
+    cotangent = torch.randn_like(want)
+    found, gradients = (torch.autograd.grad(y, ts, cotangent) for y, ts in ((logits, leaves), (want, wide)))
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found, gradients, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, pushed = torch.func.jvp(linear, (x, weight), (x, weight))
+    assert torch.equal(pushed, 2 * want)

@@ -26,6 +26,7 @@ from ..ops.activations import ACTIVATIONS
 from ..ops.ffn import ffn, gather_rows
 from ..ops.ragged import Splits, chunk_receives, expert_order
 from ..ops.rearrange import combine as gather_back
+from ..ops.transfers import array_on
 from ..program import Size, Type, at_run_time, operation
 from ..values import ExpertParams, RouterParams, Routing, cast_leaves
 from .combine import combine
@@ -235,8 +236,8 @@ def _expert_ffn(
     params = pytree.tree_unflatten(list(leaves), tree)
     plan = rest[-1] if extra and isinstance(rest[-1], Splits) else None
     if plan is not None:
-        index, groups = expert_order(chunk_receives(plan.receives, *chunk))
-        index, groups = index.to(recv.device), groups.to(recv.device)
+        receives = chunk_receives(plan.receives, *chunk)
+        index, groups = (array_on(part, recv.device) for part in expert_order(receives))
         rows = recv
     else:
         rows = recv.flatten(0, 2)  # [W,e,c,M] -> [W*e*c,M]
@@ -244,7 +245,7 @@ def _expert_ffn(
     if fn is None:
         out = _built_in(place, rows, params, index, groups, activation or "")
     elif plan is not None:
-        out = _function_ragged(fn, params, rows, index, groups)
+        out = _function_ragged(fn, params, rows, index, receives.sum(0).tolist())
     else:
         out = _function_padded(fn, params, recv, rest[-1]).flatten(0, 2)
     return out if plan is not None else out.unflatten(0, recv.shape[:3])
@@ -282,8 +283,7 @@ def _built_in(
     return out.to(kept)
 
 
-def _function_ragged(fn: Any, params: Any, rows: Tensor, index: Tensor, groups: Tensor) -> Tensor:
-    sizes = (groups[:, 1] - groups[:, 0]).tolist()
+def _function_ragged(fn: Any, params: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> Tensor:
     by_expert = gather_rows(rows, index, index.shape[0])
     leaves, tree = pytree.tree_flatten(params)
     each = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -136,7 +135,7 @@ def _check_leaves(leaves: list[Any], num_experts: int) -> None:
 
 
 def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
-    leaves, treespec = optree.tree_flatten(params)
+    leaves, treespec = pytree.tree_flatten(params)
     _check_leaves(leaves, tokens.num_experts)
     if tokens.layout == "padded":
         data = tokens.data
@@ -153,7 +152,7 @@ def _apply_function(params: Any, tokens: Tokens, fn: ExpertFn) -> Tokens:
     each = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)  # unbind: indexing would copy every gradient E times
     made = []
     for one, part in zip(each, parts, strict=False):  # the last part belongs to no expert
-        made.append(fn(treespec.unflatten(one), part))
+        made.append(fn(pytree.tree_unflatten(list(one), treespec), part))
         check_output(made[-1], part)
     out = torch.cat(made)
     rest = out.new_zeros(rows.shape[0] - out.shape[0], out.shape[1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.routing import assign_slots
+from ..ops.transfers import numbers_on
 from ..values import RouterParams
 from .capacity import Capacity, slots_bound
 from .losses import Sums, entropy_of, squared_variation, sum_over_tokens
@@ -69,14 +70,14 @@ def _limits(
     """The limit of each group ``[G]``."""
     k = experts.shape[1]
     if rule is None:
-        return torch.tensor(sizes, device=experts.device)
+        return numbers_on(sizes, experts.device)
     if router.variable:
         present = torch.stack([(part >= 0).sum((0, 1)) for part in experts.split(sizes)])
         limit = rule.of_counts(present, k=1, num_experts=num_experts)
-        return torch.minimum(limit, torch.tensor(sizes, device=experts.device))
+        return torch.minimum(limit, numbers_on(sizes, experts.device))
     if keep is None:
         limits = [rule.of(tokens=size, k=k, num_experts=num_experts) for size in sizes]
-        return torch.tensor(limits, device=experts.device)
+        return numbers_on(limits, experts.device)
     present = torch.stack([part.sum() for part in keep.split(sizes)])
     return rule.of_counts(present, k=k, num_experts=num_experts)
 
@@ -113,7 +114,11 @@ def _sums(
     keep: Tensor | None,
 ) -> Sums:
     logits = scores.logits
-    tokens = logits.new_tensor(logits.shape[0]) if keep is None else keep.sum().to(logits.dtype)
+    tokens = (
+        torch.full((), logits.shape[0], dtype=logits.dtype, device=logits.device)
+        if keep is None
+        else keep.sum().to(logits.dtype)
+    )
     mass = router.mass(scores, picked)
     rows = [mass, router.chance(scores, picked)]
     rows += [first.to(mass.dtype) for first in router.firsts(picked, logits.shape[1])]
@@ -143,7 +148,11 @@ def _sum_over_groups(
     total = rows[0].new_zeros(3)
     for (mass, chance, *firsts), ids, mask in zip(split, experts.split(sizes), masks, strict=True):
         counts = chosen(ids, num_experts).sum(0)
-        tokens = mass.new_tensor(mass.shape[0]) if mask is None else mask.sum().to(mass.dtype)
+        tokens = (
+            torch.full((), mass.shape[0], dtype=mass.dtype, device=mass.device)
+            if mask is None
+            else mask.sum().to(mass.dtype)
+        )
         mean = sum_over_tokens(mass, mask) / tokens.clamp(min=1)
         balance = router.balance(mean, counts, tokens, *(sum_over_tokens(first, mask) for first in firsts))
         losses = [balance, squared_variation(mean), squared_variation(sum_over_tokens(chance, mask))]

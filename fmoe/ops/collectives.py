@@ -17,6 +17,15 @@ halves, `start` and `done`, and what runs between them overlaps with it. The fut
 buffer of the rows of the larger side, so that done's transpose, the start of the reverse exchange, has
 a legal shape; autograd then runs the halves in the order that overlaps in backward too.
 
+NOTE [streams]. On NCCL torch already does what the halves need, so no stream, event or `record_stream` is
+added here. An exchange begun with ``async_op=True`` runs on its group's own stream behind an event of the
+current one; its work object holds inputs and outputs until it is waited for, so the allocator gives their
+memory to nobody meanwhile; and its wait puts an event before what comes next on the current stream, while the
+host goes on (`syncStream`, `stashed_for_allocator_safety_` and `synchronizeStream` of torch's
+ProcessGroupNCCL.cpp). Between the halves the work object is in torch's registry, under the future's
+storage, from where `wait_tensor` takes it. A whole exchange, without ``async_op``, runs on the current stream.
+All of this can be captured in a CUDA graph. Sizes of ragged messages are the one thing the host must know.
+
 Sizes are checked on each rank before data moves. `where` names the layer and the exchange in errors.
 """
 

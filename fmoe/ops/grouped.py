@@ -25,6 +25,7 @@ from .._errors import refuse
 from .._typing import dtype_text, type_text
 from .differentiable import Saved, add, batch_first
 from .registry import OPS, define
+from .transfers import numbers_on
 
 
 def filled(groups: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -116,7 +117,7 @@ def _gmm_dw_jvp(saved: Saved, dx: Tensor | None, ddy: Tensor | None, *_: Any) ->
 def fold_groups(groups: Tensor, rows: int, matrices: int) -> Tensor:
     """``[B,G,3]`` groups of B buffers as ``[B*G,3]`` groups of one; `matrices` is E, or 0 if shared."""
     batch = torch.arange(groups.shape[0], device=groups.device).view(-1, 1, 1)
-    step = torch.tensor([rows, rows, matrices], device=groups.device)
+    step = numbers_on([rows, rows, matrices], groups.device)
     return (groups + batch * step).flatten(0, 1)
 
 

@@ -21,6 +21,7 @@ from .._errors import refuse
 from ..program import Type, operation
 from .differentiable import host_numbers
 from .rearrange import combine, expand
+from .transfers import array_on
 
 Array = Any
 _WHAT = "the number of rows for each rank"
@@ -80,7 +81,7 @@ def fan_out_rows(place: Place, rows: Tensor, plan: Splits) -> Tensor:
     count = int(plan.sends.sum())
     if _is_plain(place.axes):
         return rows[:count]
-    index = _send_index(place, rows.shape[0], plan).to(rows.device)
+    index = array_on(_send_index(place, rows.shape[0], plan), rows.device)
     return expand(rows, index, torch.ones_like(index, dtype=rows.dtype), count)
 
 
@@ -90,7 +91,7 @@ def fan_in_rows(place: Place, back: Tensor, plan: Splits) -> Tensor:
         return back
     axes = place.axes
     rows = int(plan.sends.reshape(axes.ep, axes.mp, -1)[:, 0].sum())
-    index = _send_index(place, rows, plan).to(back.device)
+    index = array_on(_send_index(place, rows, plan), back.device)
     return combine(back, index, torch.ones_like(index, dtype=back.dtype))
 
 
@@ -115,7 +116,7 @@ def _send_index(place: Place, rows: int, plan: Splits) -> Tensor:
 
 def split_rows(send: Tensor, sizes: Array, chunks: int) -> tuple[Tensor, ...]:
     """Cuts each peer's rows into chunks."""
-    index = torch.from_numpy(_chunk_order(sizes, chunks)).to(send.device)
+    index = array_on(torch.from_numpy(_chunk_order(sizes, chunks)), send.device)
     counts = [sum(chunk_splits(sizes, i, chunks)) for i in range(chunks)]
     return send.index_select(0, index).split(counts)
 
@@ -125,7 +126,7 @@ def join_rows(parts: Sequence[Tensor], sizes: Array) -> Tensor:
     order = _chunk_order(sizes, len(parts))
     back = np.empty_like(order)
     back[order] = np.arange(order.size)
-    return torch.cat(list(parts)).index_select(0, torch.from_numpy(back).to(parts[0].device))
+    return torch.cat(list(parts)).index_select(0, array_on(torch.from_numpy(back), parts[0].device))
 
 
 def _chunk_order(sizes: Array, chunks: int) -> Array:

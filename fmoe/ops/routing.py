@@ -15,6 +15,7 @@ from torch import Tensor
 from .._errors import refuse
 from .differentiable import batch_first
 from .registry import define
+from .transfers import numbers_on
 
 
 def _top_k_reference(scores: Tensor, k: int) -> Tensor:
@@ -54,10 +55,11 @@ def _assign_slots_reference(
     by_choice = experts.transpose(1, 2)  # [B,K,T]: first choices first
     flat = torch.cat([part.flatten(1) for part in by_choice.split(groups, dim=2)], dim=1)  # queue order
     base = torch.arange(batch * count, device=device).mul(size).view(batch, count)
-    base = base.repeat_interleave(torch.tensor([k * g for g in groups], device=device), dim=1)
+    queues = [k * g for g in groups]
+    base = base.repeat_interleave(numbers_on(queues, device), dim=1, output_size=sum(queues))
     key = (torch.where(flat >= 0, flat, num_experts) + base).flatten()
     order = key.argsort(stable=True)
-    sizes = torch.bincount(key, minlength=batch * count * size)
+    sizes = key.new_zeros(batch * count * size).scatter_add(0, key, torch.ones_like(key))  # bincount reads a number
     rank = torch.empty_like(key)
     rank[order] = torch.arange(key.numel(), device=device) - (sizes.cumsum(0) - sizes)[key[order]]
     sizes = sizes.view(batch, count, size)

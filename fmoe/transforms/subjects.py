@@ -21,6 +21,7 @@ from ..ops.ffn import ffn, ffn_backward
 from ..ops.grouped import gmm, gmm_dw, gmm_t, grouped_matmul
 from ..ops.rearrange import combine, expand, rowdot
 from ..ops.routing import assign_slots, row_index, top_k
+from ..ops.wide import wide_linear
 from ..values import ExpertParams, MoEParams, RouterParams
 
 Function = Callable[..., Any]
@@ -121,6 +122,7 @@ def _grouped_subjects() -> list[Subject]:
             lambda x, w: torch.einsum("re,rm,emh->rh", plain, x, w),
             (x, w),
         ),
+        Subject("wide_linear", wide_linear, lambda x, w: x @ w, (x, w[0])),
     ]
 
 

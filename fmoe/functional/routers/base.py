@@ -21,6 +21,7 @@ from ..._autocast import without_autocast
 from ..._errors import is_whole
 from ..._typing import accumulation_dtype
 from ...ops.routing import top_k
+from ...ops.wide import wide_linear
 from ...values import RouterParams
 from ..losses import balance_of
 
@@ -158,6 +159,8 @@ class Router:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight`` in fp32 or wider."""
     dtype = accumulation_dtype(x.dtype, weight.dtype)
+    if x.dtype != dtype and x.dim() == weight.dim() == 2:
+        return wide_linear(x, weight)
     with without_autocast(x.device.type):
         return x.to(dtype) @ weight.to(dtype)
 
