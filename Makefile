@@ -10,7 +10,7 @@ demo: .venv/ready ## trains a small language model on two processes, each step u
 		examples/train_lm.py --out runs/demo --show-program
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .
