@@ -39,6 +39,18 @@ def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
+def is_transposed(w: Tensor) -> bool:
+    """Whether stacked matrices ``[E,D,F]`` lie in memory column by column, as ``[E,F,D]``."""
+    return w.dim() == 3 and w.stride(1) < w.stride(2)
+
+
+def empty_in_order(like: Tensor, matrices: int) -> Tensor:
+    """Gradients of `matrices` entries like those of `like`, in their order in memory: none has to be transposed."""
+    if not is_transposed(like):
+        return like.new_empty(matrices, *like.shape[1:])
+    return like.new_empty(matrices, like.shape[2], like.shape[1]).transpose(1, 2)
+
+
 def _gmm_reference(x: Tensor, w: Tensor, groups: Tensor) -> Tensor:
     wide = matmul_dtype(x.dtype, x.device)
     out = x.new_zeros(x.shape[0], w.shape[2])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._typing import accumulation_dtype
+from ..grouped import empty_in_order, is_transposed
 
 #: Rows per tile. Larger tiles feed the matmul better, smaller ones stay in cache. A group is cut only if
 #: it is larger: every further piece packs the same weights again.
@@ -140,7 +141,11 @@ class Batch(Tile):
             self._stacked(rows).add_(bias.unsqueeze(1))
 
     def add_products(self, left: Tensor, right: Tensor, sums: Sums) -> None:
-        sums.fill(torch.bmm(self._stacked(left).transpose(1, 2), self._stacked(right)))
+        a, b = self._stacked(left), self._stacked(right)
+        if sums.transposed:
+            sums.fill(torch.bmm(b.transpose(1, 2), a).transpose(1, 2))
+        else:
+            sums.fill(torch.bmm(a.transpose(1, 2), b))
 
     def add_rows(self, rows: Tensor, sums: Sums) -> None:
         sums.fill(self._stacked(rows).sum(1, dtype=sums.total))
@@ -195,11 +200,11 @@ class Sums:
     """Gradients of stacked parameters, summed over segments.
 
     The first term of a matrix is written, not added to zeros. A half-precision gradient of several
-    segments is summed in fp32 and rounded once.
+    segments is summed in fp32 and rounded once. They lie in memory as the parameters do.
     """
 
     def __init__(self, experts: int, like: Tensor):
-        self.result = torch.empty(experts, *like.shape[1:], dtype=like.dtype)
+        self.result, self.transposed = empty_in_order(like, experts), is_transposed(like)
         self.total = accumulation_dtype(like.dtype)
         self.wide: dict[int, Tensor] = {}  # sums of the matrices that have more than one segment
         self.seen: set[int] = set()
