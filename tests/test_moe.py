@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fmoe
 from fmoe.ops.kernels import cpu_tiles
 
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu", "swiglu_oss")
 LOSSES = ("balance", "z", "importance", "load", "entropy")
 
 

@@ -113,9 +113,7 @@ def _activation_and_transpose(act: Activation, z: Tensor) -> tuple[Tensor, Any]:
     if curve is None:
         return opened * value, lambda grad: act.joined(act.slope(gate, grad * value), grad * opened)
     raised = curve.function(value)
-    return opened * raised, lambda grad: act.joined(
-        act.slope(gate, grad * raised), curve.slope(value, grad * opened)
-    )
+    return opened * raised, lambda grad: act.joined(act.slope(gate, grad * raised), curve.slope(value, grad * opened))
 
 
 def _ffn_backward_rule(saved: Saved, grad: Tensor, _: Any) -> tuple[Any, ...]:

@@ -57,17 +57,20 @@ class TopK(Router):
             tokens of the call on all ranks; ``"group"``, each group by itself, then the mean over groups
             weighted by their tokens (with one group for each sequence: the sequence-wise loss); or
             ``"local"``, the tokens of each rank by themselves, then likewise the mean over ranks.
+        logit_bias: whether ``RouterParams.logit_bias`` is added to the logits: a parameter, which weighs
+            too, unlike the selection bias of `Sigmoid`.
 
     Raises:
         ValueError: if a value is out of range.
 
     Example:
         >>> TopK(2)
-        TopK(k=2, order='softmax_topk', normalize=None, noise_std=1.0, scope='global')
+        TopK(k=2, order='softmax_topk', normalize=None, noise_std=1.0, scope='global', logit_bias=False)
 
     References:
         Switch Transformer (arXiv 2101.03961, section 2.1); GShard (arXiv 2006.16668, section 2.2);
-        Mixtral (arXiv 2401.04088, section 2.1); V-MoE (arXiv 2106.05974, section 2).
+        Mixtral (arXiv 2401.04088, section 2.1); V-MoE (arXiv 2106.05974, section 2); gpt-oss (arXiv
+        2508.10925) for the bias.
     """
 
     k: int
