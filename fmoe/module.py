@@ -119,7 +119,7 @@ class MoE(nn.Module):
     @property
     def params(self) -> MoEParams:
         """The parameters as the pure functions take them: the very tensors, in a tree."""
-        experts = self.experts.tensors()
+        experts: dict[str, Any] = self.experts.tensors()
         tree: Any = ExpertParams(**experts) if self.config.fn is None else experts
         return MoEParams(RouterParams(**self.router.tensors()), tree)
 

@@ -107,8 +107,8 @@ class TopK(Router):
 
     def parameters(self, model_dim: int, num_experts: int) -> dict[str, tuple[int, ...]]:
         """The weight, and the bias if there is one."""
-        weight = {"weight": (model_dim, num_experts)}
-        return weight | {"logit_bias": (num_experts,)} if self.logit_bias else weight
+        shapes: dict[str, tuple[int, ...]] = {"weight": (model_dim, num_experts)}
+        return shapes | {"logit_bias": (num_experts,)} if self.logit_bias else shapes
 
     def initial(self) -> dict[str, float]:
         """No expert ahead of the others at first."""

@@ -1,0 +1,1 @@
+"""Other libraries' models and layers on fmoe."""
