@@ -67,8 +67,9 @@ def set_to(model, how):
 def counted(monkeypatch):
     """How often fmoe's experts run."""
     calls = []
-    forward = hf.combine
-    monkeypatch.setattr(hf, "combine", lambda *args: calls.append(1) or forward(*args))
+    for name in ("combine", "decode_cpu"):
+        run = getattr(hf, name)
+        monkeypatch.setattr(hf, name, lambda *args, run=run, name=name, **kwargs: calls.append(name) or run(*args, **kwargs))
     return calls
 
 
@@ -106,7 +107,7 @@ def test_greedy_generation(name, monkeypatch):
     wanted = set_to(model, "eager").generate(ids, max_new_tokens=32, do_sample=False)
     assert not calls
     found = set_to(model, "fmoe").generate(ids, max_new_tokens=32, do_sample=False)
-    assert len(calls) >= 32
+    assert calls.count("combine") < 5 < 31 * 2 <= calls.count("decode_cpu")  # the prompt, then token by token
     assert wanted.shape[1] == 5 + 32
     assert torch.equal(found, wanted)
 
@@ -251,8 +252,9 @@ def test_every_kind_of_experts(kind):
             grads = torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True) if tokens else ()
             found[how] = [y, *(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=False))]
         assert found["fmoe"][0].shape == (tokens, M)
+        exact = 1e-4 if module.has_post_expert_norm else 1e-9  # that norm computes in fp32
         for a, b in zip(found["fmoe"], found["eager"], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(a, b, rtol=exact, atol=exact)
 
 
 def test_experts_of_other_ranks_add_nothing():

@@ -25,7 +25,9 @@ from ..functional.dispatch import dispatch
 from ..functional.experts import expert_apply
 from ..functional.tokens import Tokens
 from ..ops.activations import ACTIVATIONS, INTERLEAVED, form_of
+from ..ops.differentiable import is_transformed
 from ..ops.ffn import up
+from ..ops.kernels.cpu_decode import MOST_CHOICES, decode_cpu
 from ..ops.routing import assign_slots
 from ..values import ExpertParams, Routing
 
@@ -107,12 +109,14 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         >>> experts_forward(model.model.layers[0].mlp.experts, x, ids, weights)  # doctest: +SKIP
     """
     refuse(f"{type(module).__name__} on fmoe", _problems(module))
-    routing = _routing(module, top_k_index, top_k_weights)
-    x = hidden_states
+    x, name = hidden_states, activation_of(module)
     if autocast_dtype(x) is None:
         x = x.to(module.down_proj.dtype)
+        if name is not None and _is_decoding(module, x, top_k_index):
+            y = decode_cpu(x, top_k_weights, experts=top_k_index, activation=name, **_weights(module))
+            return y.to(hidden_states.dtype)
+    routing = _routing(module, top_k_index, top_k_weights)
     tokens = dispatch(x, routing)
-    name = activation_of(module)
     if name is None:
         tokens = tokens.with_rows(_composed(module, tokens))
     else:
@@ -123,29 +127,27 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 # --- what the module holds -----------------------------------------------------------------------------------------
 
 
-def _weights(module: Any) -> dict[str, Tensor]:
+def _weights(module: Any) -> dict[str, Any]:
     """The leaves of `ExpertParams` as views ``[E,in,out]`` and ``[E,out]`` of the module's own parameters."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     w_in, w_out = getattr(module, first), module.down_proj
     if not module.is_transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    made = {"w_in": w_in, "w_out": w_out}
-    if module.has_bias:
-        made |= {"b_in": getattr(module, f"{first}_bias"), "b_out": module.down_proj_bias}
-    return made
+    b_in, b_out = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    return {"w_in": w_in, "b_in": b_in, "w_out": w_out, "b_out": b_out}
 
 
 def _experts(module: Any, name: str) -> ExpertParams:
     """The same with the gate's halves apart: ``w_in [E,M,2,H]``, a view in any order of storage."""
     made = _weights(module)
     if form_of(name).gated:
-        for leaf in {"w_in", "b_in"} & set(made):
+        for leaf in ("w_in", "b_in") if module.has_bias else ("w_in",):
             flat = made[leaf]
             if name.endswith(INTERLEAVED):
                 made[leaf] = flat.unflatten(-1, (-1, 2)).transpose(-2, -1)
             else:
                 made[leaf] = flat.unflatten(-1, (2, -1))
-    return ExpertParams(**made)  # type: ignore[arg-type]
+    return ExpertParams(**made)
 
 
 def _problems(module: Any) -> list[str]:
@@ -181,15 +183,23 @@ def _routing(module: Any, experts: Tensor, weights: Tensor) -> Routing:
     return Routing(ids, weights, slots.squeeze(0), counts.squeeze(0), num_experts=count, shape=(tokens,))
 
 
+def _is_decoding(module: Any, x: Tensor, experts: Tensor) -> bool:
+    """Whether there are few rows on a CPU, their numbers can be read, and nothing is differentiated."""
+    few = experts.numel() <= MOST_CHOICES and x.device.type == "cpu" and not torch.is_grad_enabled()
+    if not few or not experts.numel() or module._is_expert_parallel or torch.compiler.is_compiling():
+        return False
+    return type(x) is Tensor and not is_transformed(x) and not is_transformed(experts)
+
+
 def _composed(module: Any, tokens: Tokens) -> Tensor:
     """``[N,M] -> [N,M]``: grouped matmuls with the model's own functions of the rows between and behind them."""
     rows, p = tokens.ragged_rows(), _weights(module)
     dtype = autocast_dtype(rows)
     if dtype is not None:
-        rows, p = rows.to(dtype), {name: leaf.to(dtype) for name, leaf in p.items()}
-    z = up(rows, p["w_in"], p.get("b_in"), tokens.groups)
+        rows, p = rows.to(dtype), {name: leaf if leaf is None else leaf.to(dtype) for name, leaf in p.items()}
+    z = up(rows, p["w_in"], p["b_in"], tokens.groups)
     h = module._apply_gate(z) if module.has_gate else module.act_fn(z)
-    y = up(h, p["w_out"], p.get("b_out"), tokens.groups)
+    y = up(h, p["w_out"], p["b_out"], tokens.groups)
     return module.post_expert_norm(y) if module.has_post_expert_norm else y
 
 
