@@ -69,7 +69,9 @@ def counted(monkeypatch):
     calls = []
     for name in ("combine", "decode_cpu"):
         run = getattr(hf, name)
-        monkeypatch.setattr(hf, name, lambda *args, run=run, name=name, **kwargs: calls.append(name) or run(*args, **kwargs))
+        monkeypatch.setattr(
+            hf, name, lambda *args, run=run, name=name, **kwargs: calls.append(name) or run(*args, **kwargs)
+        )
     return calls
 
 

@@ -46,7 +46,7 @@ def decode_cpu(
     ids, tokens, total = experts.flatten().tolist(), len(x), accumulation_dtype(x.dtype)
     if min(ids) < 0 or max(ids) >= len(w_in):
         refuse("decode_cpu", [f"experts has ids from {min(ids)} to {max(ids)}, but there are E={len(w_in)}."])
-    weights, order = w.flatten().to(total), range(len(ids))
+    weights, order = w.flatten().to(total), list(range(len(ids)))
     if tokens == 1:  # each expert has the one row
         spans = [(e, row, row + 1) for row, e in enumerate(ids)]
         rows = x.expand(len(ids), -1)

@@ -94,6 +94,48 @@ def ffn_cpu(
     return y.to(x.dtype), z
 
 
+class _Through:
+    """The activation of a tile, forward and then backward, in scratch rows of its own."""
+
+    def __init__(self, act: Activation, tiles: list[Tile], hidden: int, dtype: torch.dtype):
+        self.act = act
+        used = (act.gated, act.up is not None, act.interleaved, act.interleaved)
+        self.opened, self.raised, self.gates, self.values = (Scratch(tiles if u else [], hidden, dtype) for u in used)
+
+    def forward(self, tile: Tile, z: Tensor, h: Tensor) -> None:
+        """Writes ``h = act(z)``."""
+        act = self.act
+        if not act.gated:
+            self.z = z
+            act.into(z, h)
+            return
+        gate, value = act.halves(z)
+        if act.interleaved:  # once, as every second number is slow to read
+            gate, value = self.gates(tile).copy_(gate), self.values(tile).copy_(value)
+        opened = self.opened(tile)
+        act.into(gate, opened)
+        raised = value if act.up is None else act.up.into(value, self.raised(tile))
+        torch.mul(opened, raised, out=h)
+        self.halves = gate, value, opened, raised
+
+    def backward(self, gh: Tensor, spare: Tensor, dz: Tensor) -> None:
+        """Writes the gradient of z, of that of h; once after `forward`, whose scratch it uses up."""
+        act = self.act
+        if not act.gated:
+            act.backward_into(gh, self.z, dz)
+            return
+        gate, value, opened, raised = self.halves
+        dgate, dvalue = (opened, raised) if act.interleaved else act.halves(dz)
+        torch.mul(gh, raised, out=spare)
+        torch.mul(gh, opened, out=dvalue)
+        if act.up is not None:
+            act.up.backward_into(dvalue, value, dvalue)
+        act.backward_into(spare, gate, dgate)
+        if act.interleaved:
+            for half, made in zip(act.halves(dz), (dgate, dvalue), strict=True):
+                half.copy_(made)
+
+
 def ffn_backward_cpu(
     grad: Tensor,
     x: Tensor,
@@ -124,21 +166,14 @@ def ffn_backward_cpu(
     wanted = zip((w_in, b_in, w_out, b_out), need_parameters, strict=True)
     dw_in, db_in, dw_out, db_out = (Sums(experts, p) if need and p is not None else None for p, need in wanted)
     xs, gs, dxs = (Scratch(tiles, d, compute) for d in (x.shape[1], out_dim, x.shape[1]))
-    hs, ghs, spares, openeds = (Scratch(tiles, hidden, compute) for _ in range(4))
-    raiseds = Scratch(tiles if act.up else [], hidden, compute)
-    dzs = Scratch(tiles, dim, compute)
+    hs, ghs, spares, dzs = (Scratch(tiles, d, compute) for d in (hidden, hidden, hidden, dim))
+    through = _Through(act, tiles, hidden, compute)
     for tile in tiles:
         x_n, g_n = tile.gather(source, token, xs(tile)), tile.gather(dy, token, gs(tile))
         h_n, gh_n, dz_n, dx_n, spare = hs(tile), ghs(tile), dzs(tile), dxs(tile), spares(tile)
         z_n, scale = tile.take(z, dz_n), tile.take(weight, dz_n)
         tile.matmul(g_n, down_t, gh_n)
-        if act.gated:
-            gate, value, opened = *act.halves(z_n), openeds(tile)
-            raised = value if act.up is None else act.up.into(value, raiseds(tile))
-            act.into(gate, opened)
-            torch.mul(opened, raised, out=h_n)
-        else:
-            act.into(z_n, h_n)
+        through.forward(tile, z_n, h_n)
         if need_w:
             dot = torch.sum(torch.mul(gh_n, h_n, out=spare), 1, dtype=total)
             if b_out is not None:
@@ -146,14 +181,7 @@ def ffn_backward_cpu(
             tile.put(dot, score)
         gh_n.mul_(scale)
         h_n.mul_(scale)
-        if act.gated:
-            dgate, dvalue = act.halves(dz_n)
-            act.backward_into(torch.mul(gh_n, raised, out=spare), gate, dgate)
-            torch.mul(gh_n, opened, out=dvalue)
-            if act.up is not None:
-                act.up.backward_into(dvalue, value, dvalue)
-        else:
-            act.backward_into(gh_n, z_n, dz_n)
+        through.backward(gh_n, spare, dz_n)
         tile.clear_padding(h_n, dz_n)
         if need_x:
             tile.matmul(dz_n, up_t, dx_n)

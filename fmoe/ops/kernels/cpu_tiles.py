@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._typing import accumulation_dtype
-from ..grouped import empty_in_order, is_transposed
+from ..grouped import is_transposed
 
 #: Rows per tile. Larger tiles feed the matmul better, smaller ones stay in cache. A group is cut only if
 #: it is larger: every further piece packs the same weights again.
@@ -155,11 +155,7 @@ class Batch(Tile):
             self._stacked(rows).add_(bias.unsqueeze(1))
 
     def add_products(self, left: Tensor, right: Tensor, sums: Sums) -> None:
-        a, b = self._stacked(left), self._stacked(right)
-        if sums.transposed:
-            sums.fill(torch.bmm(b.transpose(1, 2), a).transpose(1, 2))
-        else:
-            sums.fill(torch.bmm(a.transpose(1, 2), b))
+        sums.fill(self._stacked(left).transpose(1, 2), self._stacked(right))
 
     def add_rows(self, rows: Tensor, sums: Sums) -> None:
         sums.fill(self._stacked(rows).sum(1, dtype=sums.total))
@@ -214,17 +210,22 @@ class Sums:
     """Gradients of stacked parameters, summed over segments.
 
     The first term of a matrix is written, not added to zeros. A half-precision gradient of several
-    segments is summed in fp32 and rounded once. They lie in memory as the parameters do.
+    segments is summed in fp32 and rounded once. They lie in memory as the parameters do: those of matrices
+    that lie column by column are summed as their transposes.
     """
 
     def __init__(self, experts: int, like: Tensor):
-        self.result, self.transposed = empty_in_order(like, experts), is_transposed(like)
+        self.transposed = is_transposed(like)
+        shape = like.transpose(1, 2).shape if self.transposed else like.shape
+        self.result = torch.empty(experts, *shape[1:], dtype=like.dtype)
         self.total = accumulation_dtype(like.dtype)
         self.wide: dict[int, Tensor] = {}  # sums of the matrices that have more than one segment
         self.seen: set[int] = set()
 
     def add(self, to: int, left: Tensor, right: Tensor | None = None) -> None:
         """Adds ``left @ right``, or ``left`` itself, to entry `to`."""
+        if right is not None and self.transposed:
+            left, right = right.t(), left.t()
         target = self.result[to]
         if to not in self.seen:
             self.seen.add(to)
@@ -239,10 +240,12 @@ class Sums:
                 self.wide[to] = target.to(self.total)
             self.wide[to] += left if right is None else left @ right
 
-    def fill(self, everything: Tensor) -> None:
-        """Sets all entries at once."""
-        self.result = everything.to(self.result.dtype)
-        self.seen = set(range(len(everything)))
+    def fill(self, left: Tensor, right: Tensor | None = None) -> None:
+        """Sets all entries at once, to ``left @ right`` or ``left`` itself."""
+        if right is not None:
+            left = torch.bmm(right.mT, left.mT) if self.transposed else torch.bmm(left, right)
+        self.result = left.to(self.result.dtype)
+        self.seen = set(range(len(left)))
 
     def out(self) -> Tensor:
         """The gradients, with zeros for entries that no segment named."""
@@ -250,4 +253,4 @@ class Sums:
             self.result[to] = total
         for to in set(range(self.result.shape[0])) - self.seen:
             self.result[to] = 0
-        return self.result
+        return self.result.transpose(1, 2) if self.transposed else self.result
