@@ -245,7 +245,10 @@ def test_every_kind_of_experts(kind):
     family, cls, config, sizes, activation = KINDS[kind]
     module = experts_of(family, cls, config, torch.float64, scale=1.0 if "oss" in family else 0.3, **sizes)
     assert hf.activation_of(module) == activation
-    for tokens in (21, 1, 0):
+    for tokens in (21, 1, 0, 5):
+        with torch.no_grad():  # few rows without gradient go another way
+            few = given(tokens, torch.float64)
+            torch.testing.assert_close(run(module, "fmoe", *few), run(module, "eager", *few), rtol=1e-5, atol=1e-5)
         found = {}
         for how in ("eager", "fmoe"):
             x, ids, weights = given(tokens, torch.float64)
@@ -272,6 +275,8 @@ def test_experts_of_other_ranks_add_nothing():
     half._is_expert_parallel = False
     with pytest.raises(ValueError, match=r"ids from 0 to 7 .* below num_experts=5"):
         run(half, "fmoe", x, ids, weights)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"experts has ids from 0 to 7, but there are E=5."):
+        run(half, "fmoe", x[:9], ids[:9], weights[:9])
 
 
 @pytest.mark.parametrize("kind", ["rows first", "interleaved, with biases", "columns first", "another gelu"])

@@ -343,6 +343,21 @@ def test_masked_tokens_count_for_nothing(name):
     assert all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(none.aux))
 
 
+def test_the_temperature_has_a_floor():
+    """However large the learned scale, cosines are divided by at least 0.01, and the scale then gets no gradient."""
+    router = ROUTERS["Cosine"][0]
+    _, params = parameters(router)
+    x = tensor(INPUTS["random"]())
+
+    def weights(scale):
+        return F.gate(dataclasses.replace(params.router, log_scale=scale), x, router).weights
+
+    floor, beyond = (torch.tensor(s, dtype=torch.float64) for s in (math.log(100), 30.0))
+    assert_close(weights(beyond), weights(floor))
+    assert not torch.equal(weights(floor - 1), weights(floor))
+    assert float(torch.func.grad(lambda s: weights(s).square().sum())(beyond)) == 0
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_hard_logits(name):
     """All equal, all NaN, all -inf and huge: ids stay ids, and values are finite where the equation is."""
