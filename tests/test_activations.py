@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,6 +13,8 @@ import fmoe
 from fmoe import functional as F
 from fmoe.ops.activations import ACTIVATIONS, form_of
 from fmoe.ops.ffn import ffn_backward
+from fmoe.transforms.subjects import subjects
+from fmoe.transforms.table import ROWS, run_cell
 
 E, M, H, K, T = 4, 6, 10, 2, 9
 
@@ -132,3 +135,18 @@ def test_strided_weights_are_not_copied(how):
     assert max(sizes(forward)) < small
     found = [n for n in sizes(lambda: y.sum().backward()) if n >= small]
     assert found == [2 * small, small]
+
+
+@pytest.mark.parametrize("how", ["interleaved", "columns first"])
+def test_strided_weights_under_every_transform(how):
+    """The table of the layer, its weights as other libraries store them."""
+    subject = subjects()["moe ragged"]
+
+    def function(x, weight, w_in, b_in, w_out, b_out):
+        _, (w_in, w_out, b_in) = stored(how, w_in, w_out, b_in, lambda p: p)
+        return subject.function(x, weight, w_in, b_in, w_out, b_out)
+
+    through = dataclasses.replace(subject, function=function)
+    rows = [row for row in ROWS if not row.startswith(("compile(", "export"))]
+    cells = {row: run_cell(row, through) for row in rows}
+    assert {row: cell for row, cell in cells.items() if cell.outcome != "pass"} == {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -368,3 +370,19 @@ def test_import_fmoe_leaves_transformers_alone():
     code = "import sys, fmoe; print([n for n in sys.modules if n.split('.')[0] == 'transformers'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_benchmark(monkeypatch, tmp_path, capsys):
+    """Every cell has a time for each backend and their quotient."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark = import_module("transformers_experts")
+    monkeypatch.setattr(benchmark, "TRAIN", {"M": (32, 16, 24, 8, 2)})
+    out = tmp_path / "times.json"
+    assert benchmark.main(["--configs", "M", "small", "--rounds", "1", "--clock", "cpu", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["mode"], r["config"], r["dtype"]) for r in rows[:4]] == [
+        ("train", "M", "fp32"), ("train", "M", "bf16"), ("decode", "small", "fp32"), ("decode", "small", "bf16"),
+    ]  # fmt: skip
+    assert len(rows) == 8
+    assert all(r[name] > 0 for r in rows for name in ("eager", "grouped_mm", "fmoe", "ratio"))
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
