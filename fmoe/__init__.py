@@ -34,6 +34,7 @@ from .functional.routers import SqrtSoftplus as SqrtSoftplus
 from .functional.routers import TopK as TopK
 from .functional.routers import TopP as TopP
 from .functional.tokens import Tokens as Tokens
+from .module import MoE as MoE
 from .ops.grouped import grouped_matmul as grouped_matmul
 from .sharding.distribute import clip_grad_norm_ as clip_grad_norm_
 from .sharding.distribute import distribute as distribute
@@ -70,6 +71,7 @@ __all__ = [
     "GShard",
     "Hash",
     "Mesh",
+    "MoE",
     "MoEConfig",
     "MoEParams",
     "NoisyTopK",

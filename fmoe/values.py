@@ -36,6 +36,7 @@ class RouterParams:
         projection: ``[M,P]``, of `Cosine`.
         log_scale: scalar, of `Cosine`.
         scale: scalar, of `SoftMoE`, whose weight is ``[M,E,p]``.
+        logit_bias: ``[E]``, added to the logits, of ``TopK(logit_bias=True)``.
     """
 
     weight: Tensor
@@ -43,6 +44,7 @@ class RouterParams:
     projection: Tensor | None = None
     log_scale: Tensor | None = None
     scale: Tensor | None = None
+    logit_bias: Tensor | None = None
 
 
 @value

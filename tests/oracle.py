@@ -45,6 +45,10 @@ def one_expert(experts: dict[str, Tensor], e: int, row: Tensor, activation: str)
         act = plain["silu" if activation == "swiglu" else "gelu"]
         z = torch.einsum("m,mgh->gh", row, w_in) + b_in
         h = act(z[0]) * z[1]
+    elif activation == "swiglu_oss":
+        gate, value = torch.einsum("m,mgh->gh", row, w_in) + b_in
+        gate = torch.where(gate > 7, 7, gate)
+        h = (torch.where(value.abs() > 7, 7 * value.sign(), value) + 1) * gate / (1 + torch.exp(-1.702 * gate))
     else:
         h = plain[activation](row @ w_in + b_in)
     y = h @ w_out

@@ -62,7 +62,8 @@ CASES = {
         "  num_experts=0, but it must be a whole number of at least 1.\n"
         "  model_dim=-1, but it must be a whole number of at least 1.\n"
         "  hidden_dim=2.0, but it must be a whole number of at least 1.\n"
-        "  activation='tanh': choose one of 'relu', 'gelu', 'silu', 'swiglu', 'geglu', or give your own fn.\n"
+        "  activation='tanh': choose one of 'relu', 'gelu', 'silu', 'swiglu', 'geglu', 'swiglu_oss', "
+        "or give your own fn.\n"
         "  layout='dense': choose one of 'ragged', 'padded'.",
     ),
     "dtype": (
@@ -208,8 +209,8 @@ CASES = {
     ),
     "activation": (
         lambda: F.expert_apply(experts(w_in=(4, 6, 5), w_out=(4, 5, 6)), TOKENS, activation="tanh"),
-        "expert_apply: activation='tanh': choose one of 'relu', 'gelu', 'silu', 'swiglu', 'geglu', or give your own "
-        "fn.",
+        "expert_apply: activation='tanh': choose one of 'relu', 'gelu', 'silu', 'swiglu', 'geglu', "
+        "'swiglu_oss', or give your own fn.",
     ),
     "not expert parameters": (
         lambda: F.expert_apply((torch.zeros(4),), TOKENS),

@@ -32,6 +32,8 @@ LAYERS = [
     "signature",
     "stages",
     "auto",
+    "module",
+    "integrations",
     "measure",
     "calibrate",
     "workload",

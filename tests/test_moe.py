@@ -14,7 +14,7 @@ import fmoe
 from fmoe.functional.routers.base import linear
 from fmoe.ops.kernels import cpu_tiles
 
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu", "swiglu_oss")
 LOSSES = ("balance", "z", "importance", "load", "entropy")
 
 

@@ -43,6 +43,7 @@ def block_of(model):
             {"moe_intermediate_size": H, "n_routed_experts": E, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
              "routed_scaling_factor": 2.5, "norm_topk_prob": True},
         ),
+        "gpt_oss": ("GptOssConfig", "GptOssMLP", {"intermediate_size": H, "num_local_experts": E}),
     }  # fmt: skip
     config, block, more = settings[model]
     made = getattr(transformers, config)(hidden_size=M, num_experts_per_tok=ROUTERS[model].k, **more)
@@ -55,14 +56,29 @@ ROUTERS = {
     "qwen3_moe": fmoe.TopK(K),
     "olmoe": fmoe.TopK(K, normalize=False),
     "deepseek_v3": fmoe.Sigmoid(2 * K, expert_groups=4, top_groups=2, route_scale=2.5),
+    "gpt_oss": fmoe.TopK(K, order="topk_softmax", logit_bias=True),
 }
+
+
+def params_of(model, block):
+    """The block's weights in the layouts of fmoe, the experts' activation, and its router."""
+    router = block.router if model == "gpt_oss" else block.gate
+    weight, experts = router.weight.t().contiguous(), block.experts
+    if model != "gpt_oss":
+        w_in = experts.gate_up_proj.unflatten(1, (2, H)).permute(0, 3, 1, 2).contiguous()  # [E,2H,M]
+        held = fmoe.ExpertParams(w_in, experts.down_proj.mT.contiguous())
+        return fmoe.MoEParams(fmoe.RouterParams(weight), held), "swiglu", router
+    w_in = experts.gate_up_proj.unflatten(2, (H, 2)).transpose(2, 3).contiguous()  # [E,M,2H], interleaved
+    b_in = experts.gate_up_proj_bias.unflatten(1, (H, 2)).transpose(1, 2).contiguous()
+    held = fmoe.ExpertParams(w_in, experts.down_proj, b_in, experts.down_proj_bias)
+    return fmoe.MoEParams(fmoe.RouterParams(weight, logit_bias=router.bias), held), "swiglu_oss", router
 
 
 @pytest.mark.parametrize("model", ROUTERS)
 def test_block(model):
     """Outputs to 1e-5 in fp32, and the same experts."""
     block, router, given, beside = block_of(model), ROUTERS[model], {}, 0.0
-    x = torch.randn(1, T, M, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, T, M, generator=torch.Generator().manual_seed(1)) * (8 if model == "gpt_oss" else 1)
     with torch.no_grad():
         if model == "deepseek_v3":  # a bias that changes choices, and a shared expert
             given = {"bias": torch.randn(E, generator=torch.Generator().manual_seed(2)) / 5}
@@ -70,13 +86,11 @@ def test_block(model):
             beside = block.shared_experts(x)
         made = block(x)
         wanted = made[0] if isinstance(made, tuple) else made
-        gate_up = block.experts.gate_up_proj  # [E,2H,M]
-        w_in = gate_up.unflatten(1, (2, H)).permute(0, 3, 1, 2).contiguous()
-        experts = fmoe.ExpertParams(w_in, block.experts.down_proj.mT.contiguous())
-        params = fmoe.MoEParams(fmoe.RouterParams(block.gate.weight.t().contiguous()), experts)
-        y, _ = fmoe.moe(params, x, fmoe.MoEConfig(E, M, H, router=router), **given)
+        params, activation, gate = params_of(model, block)
+        config = fmoe.MoEConfig(E, M, H, router=router, activation=activation, bias=model == "gpt_oss")
+        y, _ = fmoe.moe(params, x, config, **given)
         found = F.gate(params.router, x, router, **given).experts.sort(1).values
-        ids = block.gate(x.view(-1, M))[2].sort(1).values
+        ids = gate(x.view(-1, M))[2].sort(1).values
     error = float((y + beside - wanted).abs().max() / wanted.abs().max())
     print(f"{model}: largest difference {error:.1e} of the largest output")
     assert torch.equal(found, ids)

@@ -52,6 +52,10 @@ def top_k(z, given, p):
         yield ids, softmax(z[t][ids])
 
 
+def biased(z, given, p):
+    yield from top_k(z + p["logit_bias"], given, p)
+
+
 def noisy(z, given, p):
     for t in range(len(z)):
         s = np.log1p(np.exp(p["x"][t] @ p["noise_weight"])) + 0.01
@@ -146,6 +150,7 @@ def prototypes(z, given, p):
 GROUPED = {"expert_groups": 2, "top_groups": 1, "route_scale": 2.5}
 ROUTERS = {
     "TopK": (fmoe.TopK(2), top_k),
+    "TopK with a bias": (fmoe.TopK(2, order="topk_softmax", logit_bias=True), biased),
     "NoisyTopK": (fmoe.NoisyTopK(2), noisy),
     "GShard": (fmoe.GShard(), gshard),
     "Cosine": (fmoe.Cosine(2, dim=3), cosine),
@@ -180,6 +185,9 @@ def parameters(router, seed=0):
         params = dataclasses.replace(
             params, router=dataclasses.replace(params.router, noise_weight=params.router.weight.flip(1) / 2)
         )
+    if params.router.logit_bias is not None:
+        bias = tensor(np.array([0.3, -0.4, 0.0, 0.7]))
+        params = dataclasses.replace(params, router=dataclasses.replace(params.router, logit_bias=bias))
     return config, params
 
 
@@ -333,6 +341,21 @@ def test_masked_tokens_count_for_nothing(name):
     none = F.gate(params.router, x, router, mask=torch.zeros_like(mask), **given)
     assert none.counts.tolist() == [0] * E
     assert all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(none.aux))
+
+
+def test_the_temperature_has_a_floor():
+    """However large the learned scale, cosines are divided by at least 0.01, and the scale then gets no gradient."""
+    router = ROUTERS["Cosine"][0]
+    _, params = parameters(router)
+    x = tensor(INPUTS["random"]())
+
+    def weights(scale):
+        return F.gate(dataclasses.replace(params.router, log_scale=scale), x, router).weights
+
+    floor, beyond = (torch.tensor(s, dtype=torch.float64) for s in (math.log(100), 30.0))
+    assert_close(weights(beyond), weights(floor))
+    assert not torch.equal(weights(floor - 1), weights(floor))
+    assert float(torch.func.grad(lambda s: weights(s).square().sum())(beyond)) == 0
 
 
 @pytest.mark.parametrize("name", ROUTERS)

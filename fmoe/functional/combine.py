@@ -64,11 +64,12 @@ def combine(tokens: Tokens, routing: Routing, *, spec: Any = None) -> Tensor:
     if tokens.spec is not None:
         refuse("combine", ["tokens were dispatched under a spec: give combine the same spec=."])
     if tokens.x is not None and tokens.experts is not None:
-        p = flat_experts(tokens.experts)
+        assert tokens.activation is not None
+        p, activation = flat_experts(tokens.experts, tokens.activation)
         keep = torch.is_grad_enabled()  # the pre-activation, for backward
         y, _ = ffn(
             tokens.x, routing.weights, p.w_in, p.b_in, p.w_out, p.b_out,
-            tokens.index, tokens.order, tokens.groups, tokens.activation, keep,
+            tokens.index, tokens.order, tokens.groups, activation, keep,
         )  # fmt: skip
     else:
         y = rearrange.combine(tokens.ragged_rows(), tokens.index, routing.weights)

@@ -27,7 +27,7 @@ class MoEConfig:
         model_dim: M.
         hidden_dim: H of each expert.
         router: for example ``TopK(2)``.
-        activation: of the built-in experts: relu, gelu, silu, swiglu or geglu.
+        activation: of the built-in experts: relu, gelu, silu, swiglu, geglu or swiglu_oss.
         bias: whether the built-in experts have biases.
         fn: your own expert function (see `expert_apply`); `init` then makes the router only, and
             ``params.experts`` is yours.

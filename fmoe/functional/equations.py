@@ -22,7 +22,6 @@ from .._axes import Place
 from .._errors import ProgramError, refuse
 from .._typing import accumulation_dtype
 from ..cost import Cost
-from ..ops.activations import ACTIVATIONS
 from ..ops.ffn import ffn, gather_rows
 from ..ops.ragged import Splits, chunk_receives, expert_order
 from ..ops.rearrange import combine as gather_back
@@ -268,7 +267,7 @@ def _built_in(
     kept, p = rows.dtype, params
     if dtype is not None:
         rows, p = rows.to(dtype), cast_leaves(params, dtype)
-    flat = flat_experts(p)
+    flat, form = flat_experts(p, activation)
     b_out = flat.b_out
     if b_out is not None and place.index("mp") > 0:  # added once; the others keep it in their graph, with gradient 0
         b_out = torch.where(torch.zeros((), dtype=torch.bool, device=b_out.device), b_out, 0)
@@ -277,9 +276,8 @@ def _built_in(
     )
     ones = torch.ones(index.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
     out, _ = ffn(
-        rows, ones, flat.w_in, flat.b_in, flat.w_out, b_out, index, order, groups, activation, torch.is_grad_enabled()
+        rows, ones, flat.w_in, flat.b_in, flat.w_out, b_out, index, order, groups, form, torch.is_grad_enabled()
     )
-    assert activation in ACTIVATIONS
     return out.to(kept)
 
 

@@ -64,7 +64,8 @@ def expert_apply(
     Args:
         expert_params: an `ExpertParams`; with `fn`, any pytree of stacked leaves ``[E,...]``.
         tokens: from `dispatch`.
-        activation: ``"relu"``, ``"gelu"`` (exact), ``"silu"``, ``"swiglu"`` or ``"geglu"``.
+        activation: ``"relu"``, ``"gelu"`` (exact), ``"silu"``, ``"swiglu"``, ``"geglu"``, or ``"swiglu_oss"``,
+            gpt-oss's ``(clamp(up, -7, 7) + 1) * g * sigmoid(1.702 * g)`` with ``g = min(gate, 7)``.
         fn: one expert as a pure function ``fn(params_of_one_expert, rows [n,M]) -> [n,M]``, each row by
             itself. In the ragged layout it is called once per expert with that expert's rows, which
             needs their numbers; in the padded layout it runs under vmap over the experts.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._errors import refuse
 from .._typing import ExpertFn
 from .._value import static, value
-from ..ops.activations import ACTIVATIONS
+from ..ops.activations import INTERLEAVED, form_of
 from ..ops.differentiable import host_numbers
 from ..ops.ffn import gather_rows, up
 from ..ops.rearrange import combine
@@ -148,17 +148,23 @@ class Tokens:
 
 def apply_experts(rows: Tensor, experts: ExpertParams, activation: str, groups: Tensor) -> Tensor:
     """``[N,M] -> [N,M]``: each row through its expert, by operations that keep every row."""
-    p = flat_experts(experts)
-    hidden = ACTIVATIONS[activation](up(rows, p.w_in, p.b_in, groups))
+    p, activation = flat_experts(experts, activation)
+    hidden = form_of(activation)(up(rows, p.w_in, p.b_in, groups))
     return up(hidden, p.w_out, p.b_out, groups)
 
 
-def flat_experts(experts: ExpertParams) -> ExpertParams:
-    """The parameters as kernels read them: ``w_in [E,M,D]`` and ``b_in [E,D]`` with D = H or 2H."""
+def flat_experts(experts: ExpertParams, activation: str) -> tuple[ExpertParams, str]:
+    """The parameters as kernels read them, ``w_in [E,M,D]`` and ``b_in [E,D]`` with D = H or 2H, and the activation.
+
+    Weights whose halves lie interleaved in memory are not copied: they are read as they lie, by the
+    interleaved form of the activation.
+    """
     w_in, b_in = experts.w_in, experts.b_in
-    return ExpertParams(
-        w_in.flatten(2) if w_in.dim() == 4 else w_in,
-        experts.w_out,
-        b_in.flatten(1) if b_in is not None and b_in.dim() == 3 else b_in,
-        experts.b_out,
-    )
+    if w_in.dim() != 4:
+        return experts, activation
+    _, _, half, step = w_in.stride()
+    if w_in.shape[3] > 1 and step == 2 * half:
+        w_in, activation = w_in.transpose(2, 3), activation + INTERLEAVED
+        b_in = None if b_in is None else b_in.transpose(1, 2)
+    flat = ExpertParams(w_in.flatten(2), experts.w_out, None if b_in is None else b_in.flatten(1), experts.b_out)
+    return flat, activation

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import ACTIVATIONS
+from .activations import Activation, form_of
 from .differentiable import Saved, batch_first, without_saved_tensor_hooks
-from .grouped import fold_groups, gmm, gmm_dw, gmm_t
+from .grouped import empty_in_order, fold_groups, gmm, gmm_dw, gmm_t, is_transposed
 from .kernels.cpu_ffn import ffn_backward_cpu, ffn_cpu
 from .rearrange import combine, expand, fold_index, rowdot
 from .registry import define
@@ -57,7 +57,7 @@ def _composition(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     z = up(gather_rows(x, index, order.shape[0]), w_in, b_in, groups)
-    y = up(ACTIVATIONS[activation](z), w_out, b_out, groups)
+    y = up(form_of(activation)(z), w_out, b_out, groups)
     return combine(y, index, w), z if keep else z[:0]
 
 
@@ -79,7 +79,7 @@ def _backward_composition(
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     """The transpose of `_composition`, from x and the weights alone, so that z needs no derivative."""
-    rows, act = order.shape[0], ACTIVATIONS[activation]
+    rows, act = order.shape[0], form_of(activation)
     out_groups = torch.cat([groups[:, :2], written.unsqueeze(1)], dim=1)
     ones = _row_ones(order, x)
     xs = gather_rows(x, index, rows)
@@ -104,24 +104,16 @@ def _backward_composition(
     return tuple(make() if need else x.new_zeros(0) for make, need in zip(made, needs, strict=True))
 
 
-def _activation_and_transpose(act: Any, z: Tensor) -> tuple[Tensor, Any]:
+def _activation_and_transpose(act: Activation, z: Tensor) -> tuple[Tensor, Any]:
     """The activation of z, and the map from a gradient of h to one of z, in torch ops of any order."""
     if not act.gated:
-        h = act.function(z)
-        return h, lambda grad: _slope(act, z, grad)
-    gate, value = z.chunk(2, dim=-1)
-    opened = act.function(gate)
-    return opened * value, lambda grad: torch.cat([_slope(act, gate, grad * value), grad * opened], dim=-1)
-
-
-def _slope(act: Any, z: Tensor, grad: Tensor) -> Tensor:
-    if act.function is torch.relu:
-        return torch.where(z > 0, grad, torch.zeros_like(grad))
-    if act.function is torch.nn.functional.silu:
-        s = torch.sigmoid(z)
-        return grad * (s + z * s * (1 - s))
-    density = torch.exp(-0.5 * z * z) * (0.5 / torch.pi) ** 0.5
-    return grad * (0.5 * (1 + torch.erf(z * 0.5**0.5)) + z * density)
+        return act.function(z), lambda grad: act.slope(z, grad)
+    gate, value = act.halves(z)
+    opened, curve = act.function(gate), act.up
+    if curve is None:
+        return opened * value, lambda grad: act.joined(act.slope(gate, grad * value), grad * opened)
+    raised = curve.function(value)
+    return opened * raised, lambda grad: act.joined(act.slope(gate, grad * raised), curve.slope(value, grad * opened))
 
 
 def _ffn_backward_rule(saved: Saved, grad: Tensor, _: Any) -> tuple[Any, ...]:
@@ -160,11 +152,19 @@ def _ffn_fake(x, w, w_in, b_in, w_out, b_out, index, order, groups, activation, 
     return x.new_empty(x.shape[0], w_out.shape[2]), x.new_empty(rows, w_in.shape[2])
 
 
+def _ffn_backward_reference(*args: Any) -> tuple[Tensor, ...]:
+    """`_backward_composition`, with gradients of parameters in the parameters' order in memory."""
+    dx, dw, *grads = _backward_composition(*args)
+    for i, (parameter, grad) in enumerate(zip(args[3:7], grads, strict=True)):
+        if grad.dim() == 3 and is_transposed(parameter):
+            grads[i] = empty_in_order(parameter, grad.shape[0]).copy_(grad)
+    return dx, dw, *grads
+
+
 def _ffn_backward_fake(grad, x, w, w_in, b_in, w_out, b_out, z, index, order, groups, written, experts, act, needs):  # type: ignore[no-untyped-def]
-    shapes = [x.shape, w.shape] + [None if p is None else (experts, *p.shape[1:]) for p in (w_in, b_in, w_out, b_out)]
-    dtypes = [x.dtype, w.dtype, *[x.dtype] * 4]
-    wanted = zip(shapes, dtypes, needs, strict=True)
-    return tuple(x.new_empty(shape if need else (0,), dtype=dtype) for shape, dtype, need in wanted)
+    made = [lambda: x.new_empty(x.shape), lambda: w.new_empty(w.shape)]
+    made += [lambda p=p: empty_in_order(p, experts) for p in (w_in, b_in, w_out, b_out)]
+    return tuple(make() if need else x.new_empty(0) for make, need in zip(made, needs, strict=True))
 
 
 def _fold_routing(batch: int, dims: Any, parts: Any, shared: bool, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,7 +227,7 @@ ffn_backward = define(
     "ffn_backward(Tensor grad, Tensor x, Tensor w, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor z, "
     "Tensor index, Tensor order, Tensor groups, Tensor written, SymInt experts, str activation, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_backward_composition,
+    reference=_ffn_backward_reference,
     cpu=ffn_backward_cpu,
     fake=_ffn_backward_fake,
     backward=_second_backward_rule,

@@ -40,6 +40,18 @@ def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
+def is_transposed(w: Tensor) -> bool:
+    """Whether stacked matrices ``[E,D,F]`` lie in memory column by column, as ``[E,F,D]``."""
+    return w.dim() == 3 and w.stride(1) < w.stride(2)
+
+
+def empty_in_order(like: Tensor, matrices: int) -> Tensor:
+    """Gradients of `matrices` entries like those of `like`, in their order in memory: none has to be transposed."""
+    if not is_transposed(like):
+        return like.new_empty(matrices, *like.shape[1:])
+    return like.new_empty(matrices, like.shape[2], like.shape[1]).transpose(1, 2)
+
+
 def _gmm_reference(x: Tensor, w: Tensor, groups: Tensor) -> Tensor:
     wide = matmul_dtype(x.dtype, x.device)
     out = x.new_zeros(x.shape[0], w.shape[2])
@@ -75,10 +87,17 @@ def _groups_from_sizes_rule(batch: int, dims: tuple[Any, ...], sizes: Tensor, ro
     return torch.stack(each) if each else sizes.new_empty(0, sizes.shape[-1], 3, dtype=torch.int64), 0
 
 
+def _dw_like(w: Tensor, left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
+    """``gmm_dw(left, right)``, in w's order in memory."""
+    if is_transposed(w):
+        return gmm_dw(right, left, groups, w.shape[0]).transpose(1, 2)
+    return gmm_dw(left, right, groups, w.shape[0])
+
+
 def _gmm_backward(saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w, groups = saved.args
     dx = gmm_t(grad, w, groups) if saved.needs[0] else None
-    dw = gmm_dw(x, grad, groups, w.shape[0]) if saved.needs[1] else None
+    dw = _dw_like(w, x, grad, groups) if saved.needs[1] else None
     return dx, dw, None
 
 
@@ -90,7 +109,7 @@ def _gmm_jvp(saved: Saved, dx: Tensor | None, dw: Tensor | None, _: Any) -> Tens
 def _gmm_t_backward(saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
     dy, w, groups = saved.args
     ddy = gmm(grad, w, groups) if saved.needs[0] else None
-    dw = gmm_dw(grad, dy, groups, w.shape[0]) if saved.needs[1] else None
+    dw = _dw_like(w, grad, dy, groups) if saved.needs[1] else None
     return ddy, dw, None
 
 

@@ -29,6 +29,7 @@ from ..functional.routers import (
     Sinkhorn,
     SoftMoE,
     SqrtSoftplus,
+    TopK,
     TopP,
 )
 from ..functional.soft import soft_moe
@@ -43,6 +44,7 @@ P = 3  # of the projection
 
 #: The leaves of the parameters after the weight, by router.
 _MORE: dict[str, dict[str, Tensor]] = {
+    "TopK": {"logit_bias": _rand(E, seed=44)},
     "NoisyTopK": {"noise_weight": _rand(M, E, seed=42)},
     "Cosine": {"projection": _rand(M, P, seed=43), "log_scale": torch.tensor(0.3, dtype=torch.float64)},
 }
@@ -52,6 +54,12 @@ Restated = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 def _top(scores: Tensor, k: int) -> Tensor:
     return one_hot(_best(scores, k), scores.shape[-1]).sum(-2)
+
+
+def _biased(z: Tensor, x: Tensor, more: dict[str, Tensor]) -> Restated:
+    p, picked = z.softmax(-1), _top(z, K)
+    least = torch.where(picked > 0, z, torch.inf).amin(-1, keepdim=True)
+    return picked, p / (p * picked).sum(-1, keepdim=True), p, 0.5 * (1 + torch.erf((z - least) * E / math.sqrt(2)))
 
 
 def _noisy(z: Tensor, x: Tensor, more: dict[str, Tensor]) -> Restated:
@@ -140,6 +148,7 @@ def _prototypes(z: Tensor, x: Tensor, more: dict[str, Tensor]) -> Restated:
 _SIGMOID: dict[str, Any] = {"expert_groups": 2, "top_groups": 1, "route_scale": 2.5}
 #: Each router, what gate is given, and the router restated.
 ROUTERS: dict[str, tuple[Router, dict[str, Tensor], Callable[..., Restated]]] = {
+    "TopK": (TopK(K, order="topk_softmax", logit_bias=True), {}, _biased),
     "NoisyTopK": (NoisyTopK(K), {"noise": NOISE}, _noisy),
     "GShard": (GShard(), {"noise": NOISE}, _gshard),
     "Cosine": (Cosine(K, dim=P), {}, _cosine),
@@ -193,7 +202,7 @@ def _subject(name: str) -> Subject:
 
     def plain(x: Tensor, weight: Tensor, *leaves: Tensor) -> Any:
         held = dict(zip(more, leaves, strict=True))
-        z = x @ weight
+        z = x @ weight + held.get("logit_bias", 0)
         if name == "Cosine":
             q = x @ held["projection"]
             norms = q.square().sum(-1, keepdim=True).sqrt() * weight.square().sum(0).sqrt()
@@ -240,6 +249,6 @@ def _soft_subject() -> Subject:
 
 
 def router_subjects() -> dict[str, Subject]:
-    """All routers but `TopK`, which the whole layer has, and the operation that they add."""
+    """All routers (plain `TopK` is in the whole layer), and the operation that they add."""
     every = [_assignment_subject(), *map(_subject, ROUTERS), _soft_subject()]
     return {subject.name: subject for subject in every}

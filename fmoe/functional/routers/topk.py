@@ -19,6 +19,7 @@ from .base import (
     Scores,
     adds_up,
     chosen,
+    flag,
     k_misfits,
     k_problems,
     linear,
@@ -35,12 +36,12 @@ Order = Literal["softmax_topk", "topk_softmax"]
 class TopK(Router):
     """Softmax top-k routing.
 
-    With logits ``z = x @ weight`` and S the K largest of them (ties to the lowest expert id), the
+    With logits ``z = x @ weight`` (``+ logit_bias``) and S the K largest of them (ties to the lowest expert id), the
     weight of expert e in S is
 
         softmax_topk, normalize=False    softmax(z)_e                          Switch, GShard
         softmax_topk, normalize=True     softmax(z)_e / sum_{j in S} softmax(z)_j
-        topk_softmax                     softmax over S of z                   Mixtral
+        topk_softmax                     softmax over S of z                   Mixtral, gpt-oss
 
     The last two are the same function. A single normalized expert always has weight 1, so its router
     would get no gradient from the output: with ``k=1``, `normalize` is False unless you say otherwise.
@@ -56,17 +57,20 @@ class TopK(Router):
             tokens of the call on all ranks; ``"group"``, each group by itself, then the mean over groups
             weighted by their tokens (with one group for each sequence: the sequence-wise loss); or
             ``"local"``, the tokens of each rank by themselves, then likewise the mean over ranks.
+        logit_bias: whether ``RouterParams.logit_bias`` is added to the logits: a parameter, which weighs
+            too, unlike the selection bias of `Sigmoid`.
 
     Raises:
         ValueError: if a value is out of range.
 
     Example:
         >>> TopK(2)
-        TopK(k=2, order='softmax_topk', normalize=None, noise_std=1.0, scope='global')
+        TopK(k=2, order='softmax_topk', normalize=None, noise_std=1.0, scope='global', logit_bias=False)
 
     References:
         Switch Transformer (arXiv 2101.03961, section 2.1); GShard (arXiv 2006.16668, section 2.2);
-        Mixtral (arXiv 2401.04088, section 2.1); V-MoE (arXiv 2106.05974, section 2).
+        Mixtral (arXiv 2401.04088, section 2.1); V-MoE (arXiv 2106.05974, section 2); gpt-oss (arXiv
+        2508.10925) for the bias.
     """
 
     k: int
@@ -74,11 +78,12 @@ class TopK(Router):
     normalize: bool | None = None
     noise_std: float = 1.0
     scope: Scope = "global"
+    logit_bias: bool = False
 
     takes: ClassVar[tuple[str, ...]] = ("noise",)
 
     def __post_init__(self) -> None:
-        problems = k_problems(self.k) + option("order", self.order, Order)
+        problems = k_problems(self.k) + option("order", self.order, Order) + flag("logit_bias", self.logit_bias)
         if self.order == "topk_softmax" and self.normalize is False:
             problems.append('normalize=False, but order="topk_softmax" adds up to 1: choose order="softmax_topk".')
         if self.normalize not in (True, False, None):
@@ -100,9 +105,21 @@ class TopK(Router):
         """That there are k experts."""
         return k_misfits(self.k, num_experts)
 
+    def parameters(self, model_dim: int, num_experts: int) -> dict[str, tuple[int, ...]]:
+        """The weight, and the bias if there is one."""
+        shapes: dict[str, tuple[int, ...]] = {"weight": (model_dim, num_experts)}
+        return shapes | {"logit_bias": (num_experts,)} if self.logit_bias else shapes
+
+    def initial(self) -> dict[str, float]:
+        """No expert ahead of the others at first."""
+        return {"logit_bias": 0.0} if self.logit_bias else {}
+
     def scores(self, params: RouterParams, given: Given) -> Scores:
         """The logits with noise, and their softmax."""
         logits = linear(given.x, params.weight)
+        if self.logit_bias:
+            assert params.logit_bias is not None
+            logits = logits + params.logit_bias.to(logits.dtype)
         noisy = logits
         if given.noise is not None:
             noisy = logits + given.noise.to(logits.dtype) * (self.noise_std / logits.shape[1])

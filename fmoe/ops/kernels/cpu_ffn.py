@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..._typing import accumulation_dtype
-from ..activations import ACTIVATIONS, Activation
+from ..activations import Activation, form_of
 from ..grouped import matmul_dtype
 from .cpu_tiles import Batch, Scratch, Stack, Sums, Tile, cut
 
@@ -30,13 +30,16 @@ def _tokens_and_weights(order: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[T
     return token, w.flatten().index_select(0, choice).to(dtype).unsqueeze(1)
 
 
-def _activate(act: Activation, z: Tensor, out: Tensor) -> None:
-    if act.gated:
-        half = z.shape[1] // 2
-        act.into(z[:, :half], out)
-        out.mul_(z[:, half:])
-    else:
+def _activate(act: Activation, z: Tensor, out: Tensor, spare: Tensor) -> None:
+    if not act.gated:
         act.into(z, out)
+        return
+    gate, value = act.halves(z)
+    act.into(gate, out)
+    if act.up is not None:
+        act.up.into(value, spare)
+        value = spare
+    out.mul_(value)
 
 
 def _zero_uncovered(z: Tensor, tiles: list[Tile]) -> None:
@@ -61,7 +64,7 @@ def ffn_cpu(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """``y [T,M]``, and the pre-activation ``z [N,D]`` if `keep` (else ``[0,D]``)."""
-    act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), matmul_dtype(x.dtype, x.device)
+    act, total, compute = form_of(activation), accumulation_dtype(x.dtype), matmul_dtype(x.dtype, x.device)
     spans, experts, dim = groups.tolist(), w_in.shape[0], w_in.shape[2]
     tiles = cut(spans, [matrix for *_, matrix in spans], experts, compute)
     up, down = Stack(w_in, compute), Stack(w_out, compute)
@@ -71,7 +74,9 @@ def ffn_cpu(
     z = torch.empty(order.shape[0] if keep else 0, dim, dtype=x.dtype)
     if keep:
         _zero_uncovered(z, tiles)
-    xs, zs, hs, ys = (Scratch(tiles, d, compute) for d in (x.shape[1], dim, w_out.shape[1], w_out.shape[2]))
+    hidden = w_out.shape[1]
+    xs, zs, hs, ys = (Scratch(tiles, d, compute) for d in (x.shape[1], dim, hidden, w_out.shape[2]))
+    spares = Scratch(tiles if act.up else [], hidden, compute)
     scaled = Scratch(tiles, w_out.shape[2], total)
     for tile in tiles:
         x_n, h_n, y_n = tile.gather(source, token, xs(tile)), hs(tile), ys(tile)
@@ -81,12 +86,54 @@ def ffn_cpu(
         tile.add_bias(z_n, b_in)
         if keep and not direct:
             tile.put(z_n, z)
-        _activate(act, z_n, h_n)
+        _activate(act, z_n, h_n, spares(tile))
         tile.matmul(h_n, down, y_n)
         tile.add_bias(y_n, b_out)
         weighted = scaled(tile).copy_(y_n).mul_(tile.take(weight, scaled(tile)))
         tile.add_to_tokens(weighted, token, y)
     return y.to(x.dtype), z
+
+
+class _Through:
+    """The activation of a tile, forward and then backward, in scratch rows of its own."""
+
+    def __init__(self, act: Activation, tiles: list[Tile], hidden: int, dtype: torch.dtype):
+        self.act = act
+        used = (act.gated, act.up is not None, act.interleaved, act.interleaved)
+        self.opened, self.raised, self.gates, self.values = (Scratch(tiles if u else [], hidden, dtype) for u in used)
+
+    def forward(self, tile: Tile, z: Tensor, h: Tensor) -> None:
+        """Writes ``h = act(z)``."""
+        act = self.act
+        if not act.gated:
+            self.z = z
+            act.into(z, h)
+            return
+        gate, value = act.halves(z)
+        if act.interleaved:  # once, as every second number is slow to read
+            gate, value = self.gates(tile).copy_(gate), self.values(tile).copy_(value)
+        opened = self.opened(tile)
+        act.into(gate, opened)
+        raised = value if act.up is None else act.up.into(value, self.raised(tile))
+        torch.mul(opened, raised, out=h)
+        self.halves = gate, value, opened, raised
+
+    def backward(self, gh: Tensor, spare: Tensor, dz: Tensor) -> None:
+        """Writes the gradient of z, of that of h; once after `forward`, whose scratch it uses up."""
+        act = self.act
+        if not act.gated:
+            act.backward_into(gh, self.z, dz)
+            return
+        gate, value, opened, raised = self.halves
+        dgate, dvalue = (opened, raised) if act.interleaved else act.halves(dz)
+        torch.mul(gh, raised, out=spare)
+        torch.mul(gh, opened, out=dvalue)
+        if act.up is not None:
+            act.up.backward_into(dvalue, value, dvalue)
+        act.backward_into(spare, gate, dgate)
+        if act.interleaved:
+            for half, made in zip(act.halves(dz), (dgate, dvalue), strict=True):
+                half.copy_(made)
 
 
 def ffn_backward_cpu(
@@ -107,7 +154,7 @@ def ffn_backward_cpu(
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w, w_in, b_in, w_out and b_out; empty where `needs` says no."""
-    act, total, compute = ACTIVATIONS[activation], accumulation_dtype(x.dtype), matmul_dtype(x.dtype, x.device)
+    act, total, compute = form_of(activation), accumulation_dtype(x.dtype), matmul_dtype(x.dtype, x.device)
     dim, hidden, out_dim = w_in.shape[2], w_out.shape[1], w_out.shape[2]
     tiles = cut(groups.tolist(), written.tolist(), experts, compute)
     up_t, down_t = Stack(w_in.transpose(1, 2), compute), Stack(w_out.transpose(1, 2), compute)
@@ -119,18 +166,14 @@ def ffn_backward_cpu(
     wanted = zip((w_in, b_in, w_out, b_out), need_parameters, strict=True)
     dw_in, db_in, dw_out, db_out = (Sums(experts, p) if need and p is not None else None for p, need in wanted)
     xs, gs, dxs = (Scratch(tiles, d, compute) for d in (x.shape[1], out_dim, x.shape[1]))
-    hs, ghs, spares, openeds = (Scratch(tiles, hidden, compute) for _ in range(4))
-    dzs = Scratch(tiles, dim, compute)
+    hs, ghs, spares, dzs = (Scratch(tiles, d, compute) for d in (hidden, hidden, hidden, dim))
+    through = _Through(act, tiles, hidden, compute)
     for tile in tiles:
         x_n, g_n = tile.gather(source, token, xs(tile)), tile.gather(dy, token, gs(tile))
         h_n, gh_n, dz_n, dx_n, spare = hs(tile), ghs(tile), dzs(tile), dxs(tile), spares(tile)
         z_n, scale = tile.take(z, dz_n), tile.take(weight, dz_n)
         tile.matmul(g_n, down_t, gh_n)
-        gate, value = z_n[:, :hidden], z_n[:, hidden:]  # without a gate, all of z and nothing
-        opened = openeds(tile) if act.gated else h_n
-        act.into(gate, opened)
-        if act.gated:
-            torch.mul(opened, value, out=h_n)
+        through.forward(tile, z_n, h_n)
         if need_w:
             dot = torch.sum(torch.mul(gh_n, h_n, out=spare), 1, dtype=total)
             if b_out is not None:
@@ -138,11 +181,7 @@ def ffn_backward_cpu(
             tile.put(dot, score)
         gh_n.mul_(scale)
         h_n.mul_(scale)
-        if act.gated:
-            act.backward_into(torch.mul(gh_n, value, out=spare), gate, dz_n[:, :hidden])
-            torch.mul(gh_n, opened, out=dz_n[:, hidden:])
-        else:
-            act.backward_into(gh_n, gate, dz_n)
+        through.backward(gh_n, spare, dz_n)
         tile.clear_padding(h_n, dz_n)
         if need_x:
             tile.matmul(dz_n, up_t, dx_n)
