@@ -103,7 +103,7 @@ def test_the_collectives_that_are_called_are_those_that_are_priced(plan, monkeyp
 
     with fake_ranks(WORLD):
         # groups over an axis are made on first use: the fake store makes them without a rendezvous
-        monkeypatch.setattr("fmoe.ops.processes._make_group", own_group)
+        monkeypatch.setattr("fmoe.ops.processes._make_groups", own_group)
         started = time.perf_counter()
         planned = fmoe.trace(layer)(params, x).plan(spec)
         text = planned.as_text()

@@ -25,5 +25,3 @@ def test_the_plan_follows_the_links_and_the_slowest_rank():
     for phase in ("slow link", "slow rank"):
         kinds = [plan.split()[0] for plan, _ in report[phase]["steps"][WITHIN:]]
         assert statistics.mode(kinds) == "ep", report
-    taken = {phase: row["seconds"] for phase, row in report.items()}
-    assert taken["slow link"] > taken["fast link"] < taken["slow rank"], taken
