@@ -24,6 +24,8 @@ from torch import Tensor
 from .._errors import refuse
 from .._typing import dtype_text, type_text
 from .differentiable import Saved, add, batch_first
+from .kernels.cuda_gemm import gmm_cuda, gmm_dw_cuda, gmm_t_cuda
+from .kernels.cuda_routing import groups_from_sizes_cuda
 from .registry import OPS, define
 
 
@@ -148,6 +150,7 @@ def _gmm_dw_rule(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[Tensor,
 gmm = define(
     "gmm(Tensor x, Tensor w, Tensor groups) -> Tensor",
     reference=_gmm_reference,
+    cuda=gmm_cuda,
     fake=lambda x, w, groups: x.new_empty(x.shape[0], w.shape[2]),
     backward=_gmm_backward,
     jvp=_gmm_jvp,
@@ -156,6 +159,7 @@ gmm = define(
 gmm_t = define(
     "gmm_t(Tensor dy, Tensor w, Tensor groups) -> Tensor",
     reference=_gmm_t_reference,
+    cuda=gmm_t_cuda,
     fake=lambda dy, w, groups: dy.new_empty(dy.shape[0], w.shape[1]),
     backward=_gmm_t_backward,
     jvp=_gmm_t_jvp,
@@ -164,6 +168,7 @@ gmm_t = define(
 gmm_dw = define(
     "gmm_dw(Tensor x, Tensor dy, Tensor groups, SymInt experts) -> Tensor",
     reference=_gmm_dw_reference,
+    cuda=gmm_dw_cuda,
     fake=lambda x, dy, groups, experts: x.new_empty(experts, x.shape[1], dy.shape[1]),
     backward=_gmm_dw_backward,
     jvp=_gmm_dw_jvp,
@@ -172,6 +177,7 @@ gmm_dw = define(
 groups_from_sizes = define(
     "groups_from_sizes(Tensor sizes, SymInt rows) -> Tensor",
     reference=_groups_from_sizes_reference,
+    cuda=groups_from_sizes_cuda,
     fake=lambda sizes, rows: sizes.new_empty(sizes.shape[0], 3, dtype=torch.int64),
     vmap=_groups_from_sizes_rule,
 )
