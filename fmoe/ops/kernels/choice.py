@@ -64,8 +64,8 @@ TABLE: dict[tuple[str, str, str], tuple[Blocks, Blocks]] = {
     ("down_back", "16", "sm_90"): (Blocks(128, 128, 64, 8, 3, 4), Blocks(64, 64, 64, 4, 4, 2)),
     ("down_back", "16", "sm_100"): (Blocks(128, 128, 64, 8, 3, 4), Blocks(64, 64, 64, 4, 4, 2)),
     ("weights", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(128, 128, 32, 8, 4)),
-    ("weights", "16", "sm_90"): (Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 3)),
-    ("weights", "16", "sm_100"): (Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 3)),
+    ("weights", "16", "sm_90"): (Blocks(128, 256, 64, 8, 3), Blocks(128, 256, 64, 8, 3)),
+    ("weights", "16", "sm_100"): (Blocks(128, 256, 64, 8, 3), Blocks(128, 256, 64, 8, 3)),
 }
 for _arch in ARCHITECTURES.values():
     for _kernel, _tf32, _ieee in (

@@ -46,8 +46,8 @@ class Pass:
         num_tiles = num_tiles_of(rows, count, block)
         tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=groups.device)
         launch(
-            "gemm.tile_map", (cdiv(num_tiles, 64),), groups, tiles, rows, count, matrices, num_tiles,
-            BLOCK_M=block, BLOCK_T=64, BLOCK_S=128, warps=4,
+            "gemm.tile_map", (cdiv(num_tiles, 32),), groups, tiles, rows, count, matrices, num_tiles,
+            BLOCK_M=block, BLOCK_T=32, BLOCK_S=128, warps=4,
         )  # fmt: skip
         return cls(to, groups, rows, matrices, block, tiles)
 

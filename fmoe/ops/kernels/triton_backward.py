@@ -9,7 +9,7 @@ h, nor y, nor a gathered x is ever kept.
 import triton
 import triton.language as tl
 
-from .triton_gemm import activate, find_tile, load_operands, row_weight, slope, source_row
+from .triton_gemm import activate, find_tile, load_left, load_right, row_weight, slope, source_row
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def down_back(
         return
     r = first + tl.arange(0, BLOCK_M)
     inside = r < last
-    row, _ = source_row(order, r, inside, num_choices, choices)
+    row, has_token = source_row(order, r, inside, num_choices, choices)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     e = matrix.to(tl.int64)
@@ -72,7 +72,8 @@ def down_back(
     w += e * stride_we + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(0, inner, BLOCK_K):
-        left, right = load_operands(grad, w, inner - k0, n < hidden, BLOCK_K, EVEN_K, UPCAST)
+        left = load_left(grad, inner - k0, BLOCK_K, EVEN_K, UPCAST)
+        right = load_right(w, inner - k0, n < hidden, BLOCK_K, EVEN_K, UPCAST)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         grad += BLOCK_K
         w += BLOCK_K * stride_wk
@@ -82,16 +83,16 @@ def down_back(
     if SUB == 1:
         dot = _through_activation(acc, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
     else:
-        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        half, rest = _halves(acc, BLOCK_M, BLOCK_N)
         if SUB == 2:
-            dot = _through_activation(left, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
-            dot += _through_activation(right, z, dz, wh, scale, r, inside, n + PART, hidden, ACT, GATED, SAVE_H)
+            dot = _through_activation(half, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
+            dot += _through_activation(rest, z, dz, wh, scale, r, inside, n + PART, hidden, ACT, GATED, SAVE_H)
         else:
-            part, other = _halves(left, BLOCK_M, BLOCK_N // 2)
+            part, other = _halves(half, BLOCK_M, BLOCK_N // 2)
             dot = _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
             n += PART
             dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
-            part, other = _halves(right, BLOCK_M, BLOCK_N // 2)
+            part, other = _halves(rest, BLOCK_M, BLOCK_N // 2)
             n += PART
             dot += _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
             n += PART
@@ -114,7 +115,7 @@ def bias_dots(
     for r0 in range(first, last, BLOCK_M):
         r = r0 + tl.arange(0, BLOCK_M)
         inside = r < last
-        row, _ = source_row(order, r, inside, num_choices, choices)
+        row, has_token = source_row(order, r, inside, num_choices, choices)
         dot = tl.zeros([BLOCK_M], tl.float32)
         for d0 in range(0, width, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
@@ -167,7 +168,7 @@ def weight_gemm(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     begin, end = _groups_of(written, stride_written, num_groups, matrix, BLOCK_G)
     for g in range(begin, end):
-        first, last = _span(groups, written, stride_written, g.to(tl.int64), matrix, rows)
+        first, last = _span(groups, written, stride_written, g, matrix, rows)
         for r0 in range(first, last, BLOCK_K):
             r = r0 + k
             inside = r < last
@@ -200,7 +201,7 @@ def bias_sum(
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     begin, end = _groups_of(written, stride_written, num_groups, matrix, BLOCK_G)
     for g in range(begin, end):
-        first, last = _span(groups, written, stride_written, g.to(tl.int64), matrix, rows)
+        first, last = _span(groups, written, stride_written, g, matrix, rows)
         for r0 in range(first, last, BLOCK_R):
             r = r0 + tl.arange(0, BLOCK_R)
             row, inside = r, r < last

@@ -48,7 +48,7 @@ def tile_map(
     total = 0
     for s0 in range(0, segments, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        first, last, _ = _segment(groups, s, num_groups, num_matrices, rows)
+        first, last, matrix = _segment(groups, s, num_groups, num_matrices, rows)
         count = (last - first + BLOCK_M - 1) // BLOCK_M
         ends = total + tl.cumsum(count, 0)
         passed = (ends[None, :] <= tile[:, None]) & (s < segments)[None, :]
@@ -93,19 +93,27 @@ def row_weight(weight, order, r, inside, num_choices):
 
 
 @triton.jit
-def load_operands(a, w, k_left, inside_n, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
-    """The next ``[BLOCK_M,BLOCK_K]`` of rows and ``[BLOCK_K,BLOCK_N]`` of a matrix."""
-    k = tl.arange(0, BLOCK_K)
+def load_left(a, k_left, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
+    """The next ``[BLOCK_M,BLOCK_K]`` of rows."""
     if EVEN_K:
-        left = tl.load(a)
-        right = tl.load(w, mask=inside_n[None, :], other=0.0)
+        block = tl.load(a)
     else:
-        left = tl.load(a, mask=(k < k_left)[None, :], other=0.0)
-        right = tl.load(w, mask=(k < k_left)[:, None] & inside_n[None, :], other=0.0)
+        block = tl.load(a, mask=(tl.arange(0, BLOCK_K) < k_left)[None, :], other=0.0)
     if UPCAST:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return left, right
+        block = block.to(tl.float32)
+    return block
+
+
+@triton.jit
+def load_right(w, k_left, inside_n, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
+    """The next ``[BLOCK_K,BLOCK_N]`` of a matrix."""
+    if EVEN_K:
+        block = tl.load(w, mask=inside_n[None, :], other=0.0)
+    else:
+        block = tl.load(w, mask=(tl.arange(0, BLOCK_K) < k_left)[:, None] & inside_n[None, :], other=0.0)
+    if UPCAST:
+        block = block.to(tl.float32)
+    return block
 
 
 @triton.jit
@@ -152,7 +160,7 @@ def rows_gemm(
     r = first + tl.arange(0, BLOCK_M)
     inside = r < last
     if GATHER:
-        row, _ = source_row(order, r, inside, num_choices, choices)
+        row, has_token = source_row(order, r, inside, num_choices, choices)
     else:
         row = tl.where(inside, r, first)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -167,20 +175,22 @@ def rows_gemm(
         second = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         across = tl.cast(columns, tl.int64) * stride_wn
     for k0 in range(0, tl.where(known, inner, 0), BLOCK_K):
-        left, right = load_operands(a, w, inner - k0, inside_n, BLOCK_K, EVEN_K, UPCAST)
+        left = load_left(a, inner - k0, BLOCK_K, EVEN_K, UPCAST)
+        right = load_right(w, inner - k0, inside_n, BLOCK_K, EVEN_K, UPCAST)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if GATED:
-            _, other = load_operands(a, w + across, inner - k0, inside_n, BLOCK_K, EVEN_K, UPCAST)
-            second = tl.dot(left, other, second, input_precision=PRECISION)
+            right = load_right(w + across, inner - k0, inside_n, BLOCK_K, EVEN_K, UPCAST)
+            second = tl.dot(left, right, second, input_precision=PRECISION)
         a += BLOCK_K
         w += BLOCK_K * stride_wk
     stored = inside[:, None] & inside_n[None, :]
     wide = columns * 2 if GATED else columns
     if BIAS:
+        biased = n < tl.where(known, columns, 0)
         b = bias + e * wide + n
-        acc += tl.load(b, mask=inside_n & known, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(b, mask=biased, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            second += tl.load(b + columns, mask=inside_n & known, other=0.0).to(tl.float32)[None, :]
+            second += tl.load(b + columns, mask=biased, other=0.0).to(tl.float32)[None, :]
     if SAVE_Z:
         to = z + r[:, None].to(tl.int64) * wide + n[None, :]
         tl.store(to, acc.to(z.dtype.element_ty), mask=stored)

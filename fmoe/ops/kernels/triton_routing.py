@@ -107,12 +107,12 @@ def place_slots(
 ):  # fmt: skip
     """The place of each choice in its expert's queue, -1 past the capacity of its group or for no expert."""
     run, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    limit = tl.load(capacity + run)
+    limit = tl.minimum(tl.load(capacity + run), 0x7FFFFFFF).to(tl.int32)
     for e0 in range(0, num_experts, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         known = e < num_experts
         base = tl.load(bases + tl.program_id(0).to(tl.int64) * num_experts + e, mask=known, other=0)
-        start = tl.load(before + run.to(tl.int64) * num_experts + e, mask=known, other=0)
+        start = tl.load(before + run.to(tl.int64) * num_experts + e, mask=known, other=0).to(tl.int32)
         for sub in range(0, SUB):
             at, inside = _queue(run, block * SUB + sub, size, choices, BLOCK)
             ids = tl.load(experts + at, mask=inside, other=-1)
