@@ -26,7 +26,7 @@ from fmoe.functional.tokens import flat_experts
 from fmoe.ops import OPS
 from fmoe.ops.ffn import ffn
 from fmoe.ops.grouped import gmm
-from fmoe.ops.kernels import choice, cuda_gemm, cuda_rows, steps
+from fmoe.ops.kernels import choice, cuda_gemm, cuda_routing, cuda_rows, steps
 from fmoe.ops.kernels.launch import interpreted, launch
 from fmoe.ops.rearrange import combine
 
@@ -42,6 +42,8 @@ def _kernels_on_the_cpu(monkeypatch):
     assert interpreted()
     monkeypatch.setattr(choice, "machine", lambda device: ("sm_90", ""))
     small(monkeypatch.setitem, 2)
+    for name, size in (("SUB", 2), ("BLOCK", 32), ("BLOCK_E", 16)):
+        monkeypatch.setattr(cuda_routing, name, size)
     for op in OPS.values():
         if op.kernels["cuda"] is not None:
             monkeypatch.setitem(op.kernels, "cpu", op.kernels["cuda"])
@@ -57,7 +59,7 @@ def check(op: str, *args, dtype=torch.float32):
     made = OPS[op].kernels["cuda"](*args)
     assert made is not NotImplemented, op
     wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    expected, like = OPS[op].reference(*wide), OPS[op].reference(*args)
+    expected, like = OPS[op].reference(*wide), OPS[op].fake(*args)
     as_tuple = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
     for part, want, kind in zip(as_tuple(made), as_tuple(expected), as_tuple(like), strict=True):
         assert (part.shape, part.dtype) == (kind.shape, kind.dtype), op
@@ -66,7 +68,7 @@ def check(op: str, *args, dtype=torch.float32):
             continue
         rtol, atol = oracle.TOLERANCE[dtype]
         scale = 2 * max(1.0, float(want.abs().max())) if want.numel() else 1.0
-        torch.testing.assert_close(part.double(), want, rtol=2 * rtol, atol=atol * scale, msg=lambda m: f"{op}: {m}")  # noqa: B023
+        torch.testing.assert_close(part.double(), want, rtol=2 * rtol, atol=atol * scale, msg=lambda m: f"{op}: {m}")
     return made
 
 
@@ -108,11 +110,12 @@ def test_places(size, groups, batch, experts, k, limit):
     check("row_index", chosen[0], slots[0], experts, groups * size * k)
 
 
-def test_places_of_many_choices(monkeypatch):
-    """More choices than a block holds, so bases are carried from block to block."""
-    chosen = torch.randint(-1, 5, (1, 2100, 3))
-    slots, _ = check("assign_slots", chosen, torch.tensor([[700]]), [2100], 5)
-    check("row_index", chosen[0], slots[0], 5, 6300)
+def test_places_in_real_blocks(monkeypatch):
+    for name, size in (("SUB", 8), ("BLOCK", 256), ("BLOCK_E", 32)):
+        monkeypatch.setattr(cuda_routing, name, size)
+    chosen = torch.randint(-1, 5, (1, 1100, 2))
+    slots, _ = check("assign_slots", chosen, torch.tensor([[250]]), [1100], 5)
+    check("row_index", chosen[0], slots[0], 5, 2200)
 
 
 def test_wrong_ids_are_left_out_and_nothing_is_written_outside():
@@ -192,22 +195,28 @@ def test_gmm(sizes, gap, inner, columns, shared, dtype):
     check("gmm_dw", x, dy, groups, matrices, dtype=dtype)
 
 
-def test_the_library_path():
+def test_the_library_path(monkeypatch):
     """torch's grouped matmul in place of the kernel: the same values, gaps 0."""
-    groups = torch.tensor([[0, 1100, 0], [1100, 1100, 1], [1100, 4000, 2]])
-    x, w = torch.randn(4100, 8).bfloat16(), torch.randn(3, 8, 16).bfloat16()
+    monkeypatch.setattr(choice, "LIBRARY_ROWS", 8)
+    groups = torch.tensor([[0, 11, 0], [11, 11, 1], [15, 40, 2]])
+    x, w = torch.randn(44, 8).bfloat16(), torch.randn(3, 8, 16).bfloat16()
+    index, order, places = routed(32, 2, 1, dropped=0.0)
+    p = torch.randn(2, 8, 32).bfloat16(), torch.randn(2, 16, 8).bfloat16()
+    tokens, weights = torch.randn(32, 8).bfloat16(), torch.rand(32, 1)
     with launches.recorded("sm_90", made=True) as seen:
         check("gmm", x, w, groups, dtype=torch.bfloat16)
+        first = len(seen)
         check("gmm", x, strided(3, 8, 16, dtype=torch.bfloat16), groups, dtype=torch.bfloat16)
-    assert [launch.where for launch in seen] == [
-        "gemm.tile_map", "gemm.zero_gaps", "gemm.tile_map", "gemm.rows_gemm",
-    ]  # fmt: skip
-    index, order, groups = routed(3200, 2, 1, dropped=0.0)
-    p = torch.randn(2, 8, 32).bfloat16(), torch.randn(2, 16, 8).bfloat16()
-    x, weights = torch.randn(3200, 8).bfloat16(), torch.rand(3200, 1)
-    with launches.recorded("sm_90", made=True) as seen:
-        check("ffn", x, weights, p[0], None, p[1], None, index, order, groups, "swiglu", True, dtype=torch.bfloat16)
-    assert [launch.where for launch in seen] == ["gemm.tile_map", "gemm.rows_gemm", "rows.combine_rows"]
+        second = len(seen)
+        made = OPS["ffn"].kernels["cuda"](tokens, weights, p[0], None, p[1], None, index, order, places, "swiglu", True)
+    names = [launch.where for launch in seen]
+    assert names[:first] == ["gemm.tile_map", "gemm.zero_gaps"]
+    assert names[first:second] == ["gemm.tile_map", "gemm.rows_gemm"]  # strides it does not take
+    assert names[second:] == ["gemm.tile_map", "gemm.rows_gemm", "rows.combine_rows"]
+    wide = tokens.double(), weights, p[0].double(), None, p[1].double(), None
+    expected = OPS["ffn"].reference(*wide, index, order, places, "swiglu", True)
+    for a, b in zip(made, expected, strict=True):
+        oracle.assert_close(a, b, torch.bfloat16)
 
 
 # --- the expert layer --------------------------------------------------------------------------------------------
@@ -241,7 +250,7 @@ def both_passes(tokens, experts, k, m, h, activation, bias, dtype, dropped=0.2):
     bias=st.booleans(), dtype=st.sampled_from(DTYPES), sub=st.sampled_from([1, 2, 4]),
 )  # fmt: skip
 def test_ffn(tokens, experts, k, m, h, activation, bias, dtype, sub):
-    small(choice.TABLE.__setitem__, sub)
+    small(dict.__setitem__, sub)
     both_passes(tokens, experts, k, m, h, activation, bias, dtype)
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe.ops.kernels import choice, cuda_ffn, cuda_gemm, cuda_rows, cuda_routing
+from fmoe.ops import OPS
+from fmoe.ops.kernels import choice, cuda_ffn, cuda_gemm, cuda_routing, cuda_rows
 from fmoe.ops.kernels.launch import launch as real_launch
 
 MODULES = (cuda_gemm, cuda_ffn, cuda_rows, cuda_routing)
@@ -147,11 +148,10 @@ def compiled(source: Source) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        run = lambda flag: subprocess.run(  # noqa: E731
-            [tools / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True
-        )
-        usage, sass = run("-res-usage"), run("-sass").stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups()
+        command = [tools / "cuobjdump", "-res-usage", "-sass", file.name]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    sass = run.stdout + run.stderr
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", sass).groups()
 
     def count(pattern: str) -> int:
         return len(re.findall(pattern, sass))
@@ -174,3 +174,74 @@ def compiled_all(sources: list[Source], workers: int = 2) -> dict[Source, Code]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         return dict(zip(sources, pool.map(compiled, sources, chunksize=4), strict=True))
+
+
+def checked_by_frontend(source: Source) -> None:
+    """Types a source up to Triton's first IR, which finds wrong types at a twentieth of the price."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    ast = ASTSource(_kernel(source.where), dict(source.signature), dict(source.constants))
+    target = GPUTarget("cuda", int(source.arch[3:]), 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": source.warps, "enable_fp_fusion": True})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = backend.get_codegen_implementation(options), backend.get_module_map()
+    ast.make_ir(target, options, *made, context)
+
+
+def whole_layer(
+    dtype: torch.dtype,
+    tokens: int,
+    model_dim: int,
+    hidden: int,
+    experts: int,
+    k: int,
+    activation: str = "swiglu",
+    bias: bool = False,
+    device: str = "meta",
+) -> None:
+    """Routing and both passes of a layer through the GPU kernels of the operations, on tensors without data."""
+    wide = hidden * (2 if activation == "swiglu" else 1)
+
+    def real(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int64, device=device)
+
+    def run(name: str, *args: Any) -> Any:
+        made = OPS[name].kernels["cuda"](*args)
+        assert made is not NotImplemented, name
+        return made
+
+    chosen = run("top_k", real(tokens, experts, dtype=torch.float32), k)
+    run("assign_slots", whole(1, tokens, k), whole(1, 1), [tokens], experts)
+    index, order, groups = run("row_index", chosen, whole(tokens, k), experts, tokens * k)
+    parameters = (
+        real(experts, model_dim, wide), real(experts, wide) if bias else None,
+        real(experts, hidden, model_dim), real(experts, model_dim) if bias else None,
+    )  # fmt: skip
+    x, weights = real(tokens, model_dim), real(tokens, k, dtype=torch.float32)
+    _, z = run("ffn", x, weights, *parameters, index, order, groups, activation, True)
+    needs = [True, True, True, bias, True, bias]
+    written = groups[:, 2]
+    run("ffn_backward", x, x, weights, *parameters, z, index, order, groups, written, experts, activation, needs)
+
+
+def single_operations(dtype: torch.dtype, tokens: int, dim: int, columns: int, experts: int, k: int) -> None:
+    """The unfused operations: moving rows, and grouped matmuls without gathers."""
+    x, y = (torch.empty(n, dim, dtype=dtype, device="meta") for n in (tokens, tokens * k))
+    index = torch.empty(tokens, k, dtype=torch.int64, device="meta")
+    weights, w = torch.empty(tokens, k, device="meta"), torch.empty(experts, dim, columns, dtype=dtype, device="meta")
+    groups = torch.empty(experts, 3, dtype=torch.int64, device="meta")
+    dy = torch.empty(tokens * k, columns, dtype=dtype, device="meta")
+    for name, args in {
+        "combine": (y, index, weights), "expand": (x, index, weights, tokens * k), "rowdot": (x, y, index),
+        "gmm": (y, w, groups), "gmm_t": (dy, w, groups), "gmm_dw": (y, dy, groups, experts),
+    }.items():  # fmt: skip
+        assert OPS[name].kernels["cuda"](*args) is not NotImplemented, name

@@ -164,9 +164,7 @@ def expert_cost(rows: Type, leaves: Sequence[Type], activation: str | None, tree
         -(-count // choices), choices, model_dim, hidden, math.prod(map(int, params.w_in.dims[2:])), experts,
         rows.dtype.itemsize, params.b_in is not None,
     )  # fmt: skip
-    return Cost(
-        flops=2.0 * count * weights, forward=total(forward_steps(sizes)), backward=total(backward_steps(sizes))
-    )
+    return Cost(flops=2.0 * count * weights, forward=total(forward_steps(sizes)), backward=total(backward_steps(sizes)))
 
 
 def _apply_cost(

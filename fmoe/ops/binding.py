@@ -52,10 +52,12 @@ def experts_binding(
     to, _ = target(device, dtype) if bound.startswith("triton") else (None, "")
     if to is None:
         return bound
-    up = to.blocks("up" if ACTIVATIONS[activation].gated else "rows", rows, experts)
+    up = to.blocks("up" if ACTIVATIONS[activation].gated else "act", rows, experts)
     down = to.blocks("rows", rows, experts)
     why = why_not_library(to, dtype, rows, experts, experts, hidden, model_dim)
     if biases and not why:
         why = "has no bias"
-    taken = f"{down}; not torch.grouped_mm: it {why}" if why else f"torch.grouped_mm, from {cdiv(rows, experts)} rows each"
+    taken = (
+        f"{down}; not torch.grouped_mm: it {why}" if why else f"torch.grouped_mm, from {cdiv(rows, experts)} rows each"
+    )
     return f"{bound} [{to.arch} {to.kind}; up {up}; down {taken}]"

@@ -50,13 +50,16 @@ class Blocks:
 
 
 #: (kernel, dtype, architecture) -> configurations for (many, few) rows per group. `up` is the gated up
-#: projection, `rows` any other product of rows, `down_back` the fused transpose of the down projection, `weights`
-#: dW. "16" is bf16 and f16; f32 is "tf32" or, by default, "ieee", which has no matrix instructions.
+#: projection, `act` the one without a gate, `rows` any other product of rows, `down_back` the fused transpose of the
+#: down projection, `weights` dW. "16" is bf16 and f16; f32 is "tf32" or, by default, "ieee", which has no matrix instructions.
 #: Row tiles of one column agree, so that one tile map serves a pass.
 TABLE: dict[tuple[str, str, str], tuple[Blocks, Blocks]] = {
     ("up", "16", "sm_80"): (Blocks(128, 64, 32, 8, 4), Blocks(64, 64, 32, 4, 4)),
     ("up", "16", "sm_90"): (Blocks(128, 64, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
     ("up", "16", "sm_100"): (Blocks(128, 64, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
+    ("act", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(64, 64, 32, 4, 4)),
+    ("act", "16", "sm_90"): (Blocks(128, 128, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
+    ("act", "16", "sm_100"): (Blocks(128, 128, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
     ("rows", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(64, 128, 32, 4, 4)),
     ("rows", "16", "sm_90"): (Blocks(128, 256, 64, 8, 3), Blocks(64, 128, 64, 4, 4)),
     ("rows", "16", "sm_100"): (Blocks(128, 256, 64, 8, 3), Blocks(64, 128, 64, 4, 4)),
@@ -70,6 +73,7 @@ TABLE: dict[tuple[str, str, str], tuple[Blocks, Blocks]] = {
 for _arch in ARCHITECTURES.values():
     for _kernel, _tf32, _ieee in (
         ("up", Blocks(64, 64, 32, 4, 3), Blocks(64, 32, 16, 4, 3)),
+        ("act", Blocks(64, 64, 32, 4, 3), Blocks(64, 64, 16, 4, 3)),
         ("rows", Blocks(64, 128, 32, 4, 3), Blocks(64, 64, 16, 4, 3)),
         ("down_back", Blocks(64, 64, 32, 4, 3, 2), Blocks(64, 64, 16, 4, 3, 2)),
         ("weights", Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 16, 4, 3)),

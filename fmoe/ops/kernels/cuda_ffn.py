@@ -102,7 +102,11 @@ def ffn_backward_cuda(
     need_x, need_w, need_w_in, need_b_in, need_w_out, need_b_out = needs
     rows, choices = order.shape[0], w.shape[1]
     if not rows:
-        shapes = x.shape, w.shape, *((experts, *p.shape[1:]) if p is not None else (0,) for p in (w_in, b_in, w_out, b_out))
+        shapes = (
+            x.shape,
+            w.shape,
+            *((experts, *p.shape[1:]) if p is not None else (0,) for p in (w_in, b_in, w_out, b_out)),
+        )
         wanted = zip(shapes, (x, w, x, x, x, x), needs, strict=True)
         return tuple(like.new_zeros(shape if need else 0) for shape, like, need in wanted)
     order, grad, w, index = order.contiguous(), unit_rows(grad), w.contiguous(), index.contiguous()
@@ -141,7 +145,7 @@ def _through_down(
     activation: str,
     save_h: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dz ``[N,D]``, weight * h ``[N,H]`` and ``dots [N,parts]``, whose sums are the gradients of the weights."""
+    """Dz ``[N,D]``, weight * h ``[N,H]`` and ``dots [N,parts]``, whose sums are the gradients of the weights."""
     hidden, inner = w_out.shape[1], w_out.shape[2]
     blocks = over.blocks("down_back")
     columns = cdiv(hidden, blocks.n)
@@ -175,6 +179,6 @@ def _bias_sum(
     launch(
         "backward.bias_sum", (experts * cdiv(width, 64),), a, w, out, groups if order is None else order, groups, written,
         rows, width, groups.shape[0], 0 if order is None else order.shape[0], w.shape[1], a.stride(0), written.stride(0),
-        GATHER=order is not None, BLOCK_R=32, BLOCK_D=64, BLOCK_G=128, warps=4,
+        GATHER=order is not None, BLOCK_R=16, BLOCK_D=64, BLOCK_G=128, warps=4,
     )  # fmt: skip
     return out

@@ -76,7 +76,7 @@ class Pass:
         a = unit_rows(a)
         inner, wide = w.shape[1], w.shape[2]
         columns = wide // 2 if gated else wide
-        blocks = self.blocks("up" if gated else "rows")
+        blocks = self.blocks("up" if gated else "rows" if activation == PLAIN else "act")
         out = a.new_empty(self.rows, columns)
         launch(
             "gemm.rows_gemm", (self.num_tiles * cdiv(columns, blocks.n),),

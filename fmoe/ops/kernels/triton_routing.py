@@ -13,9 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def best_experts(
-    scores, out, tokens, num_experts, k, stride_t, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
-):
+def best_experts(scores, out, tokens, num_experts, k, stride_t, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Ids of the k largest fp32 scores of each row, largest first, ties to the lowest id; NaN counts as largest.
 
     A score and its id make one 64-bit key: the bits of the score in the order of integers, then the id.
