@@ -49,9 +49,10 @@ class Blocks:
         return f"{self.m}x{self.n}x{self.k}"
 
 
-#: (kernel, dtype, architecture) -> configurations for (many, few) rows per group. `up` is the gated up
-#: projection, `act` the one without a gate, `rows` any other product of rows, `down_back` the fused transpose of the
-#: down projection, `weights` dW. "16" is bf16 and f16; f32 is "tf32" or, by default, "ieee", which has no matrix instructions.
+#: (kernel, arithmetic, architecture) -> configurations for (many, few) rows per group. `up` is the gated up projection,
+#: `act` the one without a gate, `rows` any other product of rows, `down_back` the fused transpose of the
+#: down projection, `weights` dW. "16" is bf16 and f16; f32 is "tf32" or, by default, "ieee", which has no matrix
+#: instructions.
 #: Row tiles of one column agree, so that one tile map serves a pass.
 TABLE: dict[tuple[str, str, str], tuple[Blocks, Blocks]] = {
     ("up", "16", "sm_80"): (Blocks(128, 64, 32, 8, 4), Blocks(64, 64, 32, 4, 4)),
@@ -169,7 +170,7 @@ def why_not_library(to: Target, dtype: torch.dtype, rows: int, groups: int, matr
     matrices, and rows of all tensors in multiples of 16 bytes.
     """
     if to.arch != "sm_90" or dtype != torch.bfloat16:
-        return f"fast only in bf16 on sm_90, not {dtype_text(dtype)} on {to.arch}"
+        return f"is fast only in bf16 on sm_90, not {dtype_text(dtype)} on {to.arch}"
     if groups != matrices or not 0 < groups < LIBRARY_GROUPS:
         return f"takes one group for each matrix and below {LIBRARY_GROUPS}, not {groups} for {matrices}"
     if any(dim % 8 for dim in dims):

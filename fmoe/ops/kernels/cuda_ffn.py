@@ -99,7 +99,7 @@ def ffn_backward_cuda(
     to, _ = _target(x, w, w_in, b_in, w_out, b_out, grad, z)
     if to is None or 0 in (*w_in.shape, *w_out.shape, experts):
         return NotImplemented
-    need_x, need_w, need_w_in, need_b_in, need_w_out, need_b_out = needs
+    need_w, need_w_out = needs[1], needs[4]
     rows, choices = order.shape[0], w.shape[1]
     if not rows:
         shapes = (
@@ -177,8 +177,10 @@ def _bias_sum(
     width = a.shape[1]
     out = a.new_empty(experts, width)
     launch(
-        "backward.bias_sum", (experts * cdiv(width, 64),), a, w, out, groups if order is None else order, groups, written,
-        rows, width, groups.shape[0], 0 if order is None else order.shape[0], w.shape[1], a.stride(0), written.stride(0),
+        "backward.bias_sum", (experts * cdiv(width, 64),),
+        a, w, out, groups if order is None else order, groups, written,
+        rows, width, groups.shape[0], 0 if order is None else order.shape[0], w.shape[1], a.stride(0),
+        written.stride(0),
         GATHER=order is not None, BLOCK_R=16, BLOCK_D=64, BLOCK_G=128, warps=4,
     )  # fmt: skip
     return out

@@ -151,7 +151,7 @@ def weights_product(
     gathered: str = "",
     choices: int = 1,
 ) -> Tensor:
-    """``out[e] = sum of a[row(r)]^T b[row(r)]`` as ``[E,P,Q]``; `gathered` names the side that is ``"a"`` or ``"b"``."""
+    """``out[e] = sum of a[row(r)]^T b[row(r)]`` as ``[E,P,Q]``; `gathered` is the side ``"a"`` or ``"b"`` that is."""
     a, b, groups = unit_rows(a), unit_rows(b), groups.contiguous()
     height, width, count = a.shape[1], b.shape[1], groups.shape[0]
     blocks = to.blocks("weights", rows, count)

@@ -57,7 +57,7 @@ def _count(
 
 def assign_slots_cuda(experts: Tensor, capacity: Tensor, groups: list[int], num_experts: int) -> Any:
     """``[B,T,K]`` and ``[B,E]``; NotImplemented where the reference is to run."""
-    batch, tokens, choices = experts.shape
+    batch, _, choices = experts.shape
     if target(experts.device)[0] is None or len(set(groups)) != 1 or not (experts.numel() and num_experts):
         return NotImplemented
     experts, capacity, size = experts.contiguous(), capacity.contiguous(), groups[0]
@@ -82,7 +82,8 @@ def row_index_cuda(experts: Tensor, slots: Tensor, num_experts: int, most: int) 
     order = experts.new_empty(count)
     groups = experts.new_empty(num_experts, 3)
     launch(
-        "routing.place_rows", (cdiv(count, SUB * BLOCK),), experts, slots, sizes, index, order, groups, count, num_experts,
+        "routing.place_rows", (cdiv(count, SUB * BLOCK),),
+        experts, slots, sizes, index, order, groups, count, num_experts,
         SUB=SUB, BLOCK=BLOCK, BLOCK_E=BLOCK_E, warps=8,
     )  # fmt: skip
     return index, order, groups

@@ -64,7 +64,7 @@ def down_back(
         return
     r = first + tl.arange(0, BLOCK_M)
     inside = r < last
-    row, has_token = source_row(order, r, inside, num_choices, choices)
+    row, _known = source_row(order, r, inside, num_choices, choices)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     e = matrix.to(tl.int64)
@@ -115,7 +115,7 @@ def bias_dots(
     for r0 in range(first, last, BLOCK_M):
         r = r0 + tl.arange(0, BLOCK_M)
         inside = r < last
-        row, has_token = source_row(order, r, inside, num_choices, choices)
+        row, _known = source_row(order, r, inside, num_choices, choices)
         dot = tl.zeros([BLOCK_M], tl.float32)
         for d0 in range(0, width, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)

@@ -95,7 +95,7 @@ def row_weight(weight, order, r, inside, num_choices):
 @triton.jit
 def load_left(a, k_left, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
     """The next ``[BLOCK_M,BLOCK_K]`` of rows."""
-    if EVEN_K:
+    if EVEN_K:  # noqa: SIM108  kernels branch on constants in statements
         block = tl.load(a)
     else:
         block = tl.load(a, mask=(tl.arange(0, BLOCK_K) < k_left)[None, :], other=0.0)
@@ -160,7 +160,7 @@ def rows_gemm(
     r = first + tl.arange(0, BLOCK_M)
     inside = r < last
     if GATHER:
-        row, has_token = source_row(order, r, inside, num_choices, choices)
+        row, _known = source_row(order, r, inside, num_choices, choices)
     else:
         row = tl.where(inside, r, first)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
