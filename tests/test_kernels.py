@@ -252,15 +252,15 @@ def test_what_runs_and_why_not_the_other(monkeypatch):
 
 
 def test_machines_without_kernels(monkeypatch):
-    device = torch.device("cuda")
+    device, machine = torch.device("cuda"), choice.machine.__wrapped__
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert choice.machine(device) == ("", "no kernels for sm_89, only for sm_80, sm_90, sm_100")
+    assert machine(device) == ("", "no kernels for sm_89, only for sm_80, sm_90, sm_100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choice.machine(device) == ("sm_90", "")
+    assert machine(device) == ("sm_90", "")
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
-    assert choice.machine(device) == ("", "triton is not installed")
+    assert machine(device) == ("", "triton is not installed")
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert choice.machine(device) == ("", "kernels are for NVIDIA GPUs")
+    assert machine(device) == ("", "kernels are for NVIDIA GPUs")
 
 
 def test_without_a_kernel_the_reference_runs(monkeypatch):

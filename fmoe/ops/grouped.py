@@ -1,6 +1,7 @@
 """Grouped matmul: rows in groups, each group with its own matrix.
 
-`groups [G,3]` gives, for each group, its first row, its last row plus one, and its matrix. Rows in no
+`groups [G,3]` gives, for each group, its first row, its last row plus one, and its matrix; groups stand in
+the order of their rows and share none, and as many groups as matrices are one for each, in order. Rows in no
 group come out exactly 0. The three ops are the partial derivatives of one trilinear form,
 
     F(x, w, dy) = sum over groups (first, last, e) and rows first <= r < last of  <x[r] @ w[e], dy[r]>
@@ -198,7 +199,8 @@ def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:
         ``[R,F]`` in x's dtype.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit, a size is negative, or the sizes exceed R.
+        ValueError: if shapes or dtypes do not fit, a size is negative, or the sizes exceed R. On a GPU sizes are
+            refused under `checked` only; else they are cut to what fits.
 
     Example:
         >>> x, w = torch.ones(3, 2), torch.stack([torch.eye(2), 5 * torch.eye(2)])

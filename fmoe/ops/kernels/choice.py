@@ -12,6 +12,7 @@ read on the host.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +134,7 @@ class Target:
         return "tf32" if self.kind == "tf32" else "ieee"
 
 
+@functools.cache
 def machine(device: torch.device) -> tuple[str, str]:
     """The architecture of a GPU and "", or "" and why its kernels cannot run."""
     if torch.version.hip is not None:

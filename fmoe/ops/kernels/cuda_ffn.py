@@ -111,7 +111,7 @@ def ffn_backward_cuda(
         return tuple(like.new_zeros(shape if need else 0) for shape, like, need in wanted)
     order, grad, w, index = order.contiguous(), unit_rows(grad), w.contiguous(), index.contiguous()
     over = Pass.over(to, groups, rows, w_in.shape[0])
-    source = {"order": order, "choices": choices}
+    source: dict[str, Any] = {"order": order, "choices": choices}
     dz, wh, dots = _through_down(over, grad, w, w_out, b_out if need_w else None, z, order, activation, need_w_out)
     spread = (over.groups, written, experts, rows)
 
