@@ -92,12 +92,15 @@ def _kernel(where: str):
 
 def specialised(launch: Launch, arch: str) -> Source:
     """The source that a launch needs, by the rules of Triton's runtime."""
-    names = _kernel(launch.where).arg_names
+    parameters = _kernel(launch.where).params
+    names = [parameter.name for parameter in parameters]
     signature, constants, aligned = {}, dict(launch.constants), []
     for i, (name, arg) in enumerate(zip(names, launch.args, strict=False)):
         if isinstance(arg, Tensor):
             signature[name] = "*" + TYPES[arg.dtype]
             aligned.append(i)
+        elif parameters[i].do_not_specialize:
+            signature[name] = "i32" if -(2**31) <= arg < 2**31 else "i64"
         elif arg == 1:
             constants[name] = 1
         else:

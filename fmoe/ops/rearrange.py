@@ -1,7 +1,8 @@
 """Moving rows between token order and expert order: combine, expand and rowdot.
 
 `index [T,K]` names, for each choice of each token, a row of an ``[R,D]`` buffer, or -1 for none; it names no
-row twice, so that on a GPU every row is written by one program. The three ops are the three partial derivatives of one trilinear form,
+row twice, so that on a GPU every row is written by one program. The three ops are the three partial
+derivatives of one trilinear form,
 
     F(x, y, w) = sum over t,k with index[t,k] >= 0 of  w[t,k] * <x[t], y[index[t,k]]>
 

@@ -8,6 +8,9 @@ host. Rows between groups are tiles without a matrix and come out 0.
 Row numbers are below 2^31; element offsets are 64 bit. Loads are masked wherever a number may be out of
 range, and every store is. Products are taken in fp32 accumulators and rounded once.
 
+Numbers that change with the data of a call (rows, tiles, choices) are never specialised on, so they never
+compile a kernel anew.
+
 The interpreter of Triton has no arithmetic in bf16: ``UPCAST`` makes operands fp32 there.
 """
 
@@ -35,7 +38,7 @@ def _segment(groups, s, num_groups, num_matrices, rows):
     return first.to(tl.int32), last.to(tl.int32), tl.where(known, matrix, -1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_tiles"])
 def tile_map(
     groups, tiles, rows, num_groups, num_matrices, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -141,7 +144,7 @@ def slope(z, ACT: tl.constexpr):
     return d
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_choices"])
 def rows_gemm(
     a, w, bias, z, out, order, tiles,
     inner, columns, num_tiles, num_choices, choices, stride_a, stride_we, stride_wk, stride_wn,
@@ -203,7 +206,7 @@ def rows_gemm(
     tl.store(to, acc.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def zero_gaps(out, tiles, width, num_tiles, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of no group become 0."""
     tile = tl.program_id(0)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def best_experts(scores, out, tokens, num_experts, k, stride_t, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Ids of the k largest fp32 scores of each row, largest first, ties to the lowest id; NaN counts as largest.
 
@@ -52,7 +52,7 @@ def _ids(experts, slots, at, inside, KEPT: tl.constexpr):
     return ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "blocks"])
 def count_choices(
     experts, slots, counts, size, choices, num_experts, blocks,
     KEPT: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -69,7 +69,7 @@ def count_choices(
         tl.store(counts + tl.program_id(0).to(tl.int64) * num_experts + e, count, mask=e < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def scan_blocks(
     counts, before, capacity, loads, groups, blocks, num_experts,
     LIMITED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -98,7 +98,7 @@ def scan_blocks(
     tl.store(loads + batch * num_experts + e, load, mask=e < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "blocks"])
 def place_slots(
     experts, bases, before, capacity, slots, size, choices, num_experts, blocks,
     SUB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -124,7 +124,7 @@ def place_slots(
             base += tl.sum(hit, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def place_rows(
     experts, slots, sizes, index, order, groups, count, num_experts,
     SUB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,

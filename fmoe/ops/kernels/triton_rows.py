@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "rows"])
 def inverse(index, order, count, rows, BLOCK: tl.constexpr):
     """``order[index[i]] = i``."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -16,7 +16,7 @@ def inverse(index, order, count, rows, BLOCK: tl.constexpr):
     tl.store(order + row, i.to(tl.int64), mask=(row >= 0) & (row < rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_choices"])
 def expand_rows(
     x, order, weight, out, rows, width, num_choices, choices, stride_x, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -45,7 +45,7 @@ def _one_choice(y, index, weight, at, inside, d, rows, width, stride_y, WEIGHTED
     return part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def combine_rows(
     y, index, weight, out, tokens, rows, width, choices, stride_y,
     WEIGHTED: tl.constexpr, UNROLL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -65,7 +65,7 @@ def combine_rows(
     tl.store(to, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (d < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "rows"])
 def row_dots(
     x, y, index, out, count, rows, width, choices, stride_x, stride_y, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -83,7 +83,7 @@ def row_dots(
     tl.store(out + c, tl.sum(acc, 1), mask=c < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "rows"])
 def score_sums(dots, index, out, count, rows, parts, BLOCK: tl.constexpr):
     """``out[c] = sum_j dots[index[c],j]``: the gradient of each routing weight, 0 for a choice of no row."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
