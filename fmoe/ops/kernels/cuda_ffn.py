@@ -3,12 +3,13 @@
     forward    tile_map                            which rows a program works on
                rows_gemm   x, w_in -> z, h         gathers x on load, activates on store
                rows_gemm   h, w_out -> y           or torch's grouped_mm
-               combine_rows  y, weights -> out     each token sums its own rows
+               combine_rows  y, weights -> out     each token sums its own rows; a token of one choice needs
+                                                   no sum: rows_gemm stores its weighted row, zero_dropped the rest
     backward   tile_map
                down_back   dout, w_out, z -> dz, weight*h, dots     gathers dout on load
                score_sums  dots -> dweights
                rows_gemm   dz, w_in -> dx of rows  or torch's grouped_mm
-               combine_rows  dx of rows -> dx
+               combine_rows  dx of rows -> dx      or, for one choice, rows_gemm stores at the token
                weight_gemm x, dz -> dw_in          gathers x on load
                weight_gemm weight*h, dout -> dw_out    gathers dout on load
 
@@ -26,7 +27,6 @@ from torch import Tensor
 from ..activations import ACTIVATIONS
 from .choice import Target, target
 from .cuda_gemm import Pass, function_of, weights_product
-from .cuda_rows import combine_into
 from .launch import cdiv, launch, unit_rows
 
 
@@ -74,8 +74,7 @@ def ffn_cuda(
     h = over.product(
         x, w_in, b_in, order=order, choices=w.shape[1], activation=activation, gated=gated, z=z if keep else None
     )
-    y = over.plain_product(h, w_out) if b_out is None else over.product(h, w_out, b_out)
-    return combine_into(y, index, w), z
+    return over.to_tokens(h, w_out, b_out, index, order, w), z
 
 
 def ffn_backward_cuda(
@@ -124,7 +123,7 @@ def ffn_backward_cuda(
         return dw
 
     made = (
-        lambda: combine_into(over.plain_product(dz, w_in.transpose(1, 2)), index, None),
+        lambda: over.to_tokens(dz, w_in.transpose(1, 2), None, index, order, None),
         made_w,
         lambda: weights_product(to, x, dz, *spread, gathered="a", **source),
         lambda: _bias_sum(dz, w, *spread),
@@ -155,7 +154,7 @@ def _through_down(
     wh = z.new_empty(over.rows if save_h else 0, hidden)
     dots = z.new_empty(over.rows, parts, dtype=torch.float32)
     stride_e, stride_h, stride_m = w_out.stride()
-    common = (over.num_tiles, order.shape[0], w.shape[1], grad.stride(0))
+    common = (over.num_tiles, w.numel(), w.shape[1], grad.stride(0))
     launch(
         "backward.down_back", (over.num_tiles * columns,), grad, w_out, z, w, dz, wh, dots, order, over.tiles,
         inner, hidden, *common, stride_e, stride_m, stride_h, parts,
@@ -179,8 +178,7 @@ def _bias_sum(
     launch(
         "backward.bias_sum", (experts * cdiv(width, 64),),
         a, w, out, groups if order is None else order, groups, written,
-        rows, width, groups.shape[0], 0 if order is None else order.shape[0], w.shape[1], a.stride(0),
-        written.stride(0),
+        rows, width, groups.shape[0], w.numel(), w.shape[1], a.stride(0), written.stride(0),
         GATHER=order is not None, BLOCK_R=16, BLOCK_D=64, BLOCK_G=128, warps=4,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from .choice import Blocks, Target, target, why_not_library
+from .cuda_rows import combine_into
 from .launch import cdiv, interpreted, launch, unit_rows
 
 #: Row tiles that share columns of a matrix in the cache.
@@ -72,21 +73,62 @@ class Pass:
         gated: bool = False,
         z: Tensor | None = None,
     ) -> Tensor:
-        """``act(a[row(r)] @ w[e] + bias[e])`` as ``[R,columns]``; `z` is filled with what is activated."""
-        a = unit_rows(a)
-        inner, wide = w.shape[1], w.shape[2]
-        columns = wide // 2 if gated else wide
-        blocks = self.blocks("up" if gated else "rows" if activation == PLAIN else "act")
+        """``act(a[row(r)] @ w[e] + bias[e])`` as ``[R,columns]``; `z` is filled with what is activated.
+
+        With `order`, row(r) is the token of row r.
+        """
+        columns = w.shape[2] // 2 if gated else w.shape[2]
         out = a.new_empty(self.rows, columns)
+        self._launch(a, w, bias, out, order, choices, activation, gated, z)
+        return out
+
+    def to_tokens(
+        self, a: Tensor, w: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        """``out[t] = sum over the choices of t of weight * (a[r] @ w[e] + bias[e])``; no weight is 1.
+
+        A token of one choice needs no sum: its row is stored where it belongs, already weighted.
+        """
+        library = bias is None and not why_not_grouped_mm(self.to, a, w, self.groups)
+        if index.shape[1] != 1 or library:
+            return combine_into(self.plain_product(a, w) if library else self.product(a, w, bias), index, weight)
+        (tokens, choices), width = index.shape, w.shape[2]
+        out = a.new_empty(tokens, width)
+        self._launch(a, w, bias, out, order, choices, PLAIN, False, None, scatter=True, weight=weight)
+        launch(
+            "rows.zero_dropped", (cdiv(tokens, 16),), index.contiguous(), out, tokens, self.rows, width,
+            BLOCK_T=16, BLOCK_D=64, warps=4,
+        )  # fmt: skip
+        return out
+
+    def _launch(
+        self,
+        a: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        order: Tensor | None,
+        choices: int,
+        activation: str,
+        gated: bool,
+        z: Tensor | None,
+        *,
+        scatter: bool = False,
+        weight: Tensor | None = None,
+    ) -> None:
+        a = unit_rows(a)
+        inner, columns = w.shape[1], out.shape[1]
+        blocks = self.blocks("up" if gated else "rows" if activation == PLAIN else "act")
+        tokens = out.shape[0] if scatter else a.shape[0]
         launch(
             "gemm.rows_gemm", (self.num_tiles * cdiv(columns, blocks.n),),
             a, w, w if bias is None else bias.contiguous(), out if z is None else z, out,
-            self.groups if order is None else order, self.tiles,
-            inner, columns, self.num_tiles, 0 if order is None else order.shape[0], choices, a.stride(0), *w.stride(),
-            GATHER=order is not None, ACT=function_of(activation), GATED=gated, BIAS=bias is not None,
-            SAVE_Z=z is not None, **self.constants(blocks, inner),
+            out if weight is None else weight.contiguous(), self.groups if order is None else order, self.tiles,
+            inner, columns, self.num_tiles, tokens * choices, choices, a.stride(0), *w.stride(),
+            GATHER=order is not None and not scatter, SCATTER=scatter, SCALE=weight is not None,
+            ACT=function_of(activation), GATED=gated, BIAS=bias is not None, SAVE_Z=z is not None,
+            **self.constants(blocks, inner),
         )  # fmt: skip
-        return out
 
     def constants(self, blocks: Blocks, inner: int) -> dict[str, Any]:
         """Arguments that every matmul over rows takes."""
@@ -159,7 +201,7 @@ def weights_product(
     launch(
         "backward.weight_gemm", (matrices * cdiv(height, blocks.m) * cdiv(width, blocks.n),),
         a, b, out, groups if order is None else order, groups, written,
-        rows, height, width, count, 0 if order is None else order.shape[0], choices,
+        rows, height, width, count, (b if gathered == "b" else a).shape[0] * choices, choices,
         a.stride(0), b.stride(0), written.stride(0),
         GATHER_A=gathered == "a", GATHER_B=gathered == "b",
         BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, BLOCK_G=128, **dot_constants(to, blocks),

@@ -3,7 +3,8 @@
 A launch reads and writes each of its tensors once; a gathered tensor counts its own rows, not the copies.
 The least that this plan can launch is one kernel for the tile map, one for each product, and one for each
 sum over a token's choices, forward 4 and backward 7: the activation, its transpose, both gathers and the
-weights are inside products. Biases add three launches backward.
+weights are inside products. Tokens of one choice need no sum, only zeros where it was dropped. Biases add
+three launches backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Sizes:
         >>> sizes = Sizes(32768, 8, 2048, 768, 2 * 768, 128, 2)  # Qwen3-30B
         >>> forward, backward = total(forward_steps(sizes)), total(backward_steps(sizes))
         >>> forward.launches, round(forward.moved / 1e9, 2), backward.launches, round(backward.moved / 1e9, 2)
-        (4, 5.24, 7, 9.16)
+        (4, 5.24, 7, 9.15)
     """
 
     tokens: int
@@ -80,9 +81,18 @@ def forward_steps(s: Sizes) -> tuple[Step, ...]:
             "gemm.rows_gemm",
             s.per_token(s.model_dim) + _INDEX * s.rows + s.w_in + s.per_row(s.pre_dim) + s.per_row(s.hidden),
         ),
-        Step("gemm.rows_gemm", s.per_row(s.hidden) + s.w_out + s.per_row(s.model_dim)),
-        Step("rows.combine_rows", s.per_row(s.model_dim) + (_INDEX + _WEIGHT) * s.rows + s.per_token(s.model_dim)),
+        *_to_tokens(s, s.per_row(s.hidden) + s.w_out, _WEIGHT * s.rows),
     )
+
+
+def _to_tokens(s: Sizes, read: int, weights: int) -> list[Step]:
+    """A product of rows, from what it reads, and the weighted sum over each token's choices."""
+    if s.choices == 1:
+        product = Step("gemm.rows_gemm", read + _INDEX * s.rows + weights + s.per_token(s.model_dim))
+        return [product, Step("rows.zero_dropped", _INDEX * s.tokens)]
+    rows = s.per_row(s.model_dim)
+    summed = Step("rows.combine_rows", rows + _INDEX * s.rows + weights + s.per_token(s.model_dim))
+    return [Step("gemm.rows_gemm", read + rows), summed]
 
 
 def backward_steps(s: Sizes) -> tuple[Step, ...]:
@@ -99,8 +109,7 @@ def backward_steps(s: Sizes) -> tuple[Step, ...]:
     if s.biases:
         steps.append(Step("backward.bias_dots", gathered + s.matrices(s.model_dim) + 4 * s.rows))
     steps += [
-        Step("gemm.rows_gemm", s.per_row(s.pre_dim) + s.w_in + s.per_row(s.model_dim)),
-        Step("rows.combine_rows", s.per_row(s.model_dim) + _INDEX * s.rows + s.per_token(s.model_dim)),
+        *_to_tokens(s, s.per_row(s.pre_dim) + s.w_in, 0),
         Step("rows.score_sums", dots + (_INDEX + _WEIGHT) * s.rows),
         Step("backward.weight_gemm", gathered + s.per_row(s.pre_dim) + s.w_in),
     ]

@@ -47,7 +47,7 @@ def _halves(block, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(block, (BLOCK_M, 2, WIDTH // 2)), (0, 2, 1)))
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_choices"])
+@triton.jit(do_not_specialize=["num_tiles", "num_choices", "choices"])
 def down_back(
     grad, w, z, weight, dz, wh, dots, order, tiles,
     inner, hidden, num_tiles, num_choices, choices, stride_g, stride_we, stride_wk, stride_wn, stride_dots,
@@ -100,7 +100,7 @@ def down_back(
     tl.store(dots + r.to(tl.int64) * stride_dots + column, dot, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_choices"])
+@triton.jit(do_not_specialize=["num_tiles", "num_choices", "choices"])
 def bias_dots(
     grad, bias, dots, order, tiles, width, num_tiles, num_choices, choices, stride_g, stride_dots, part,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -148,7 +148,7 @@ def _span(groups, written, stride, g, matrix, rows):
     return first.to(tl.int32), tl.where(mine, last, first).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["rows", "num_choices"])
+@triton.jit(do_not_specialize=["rows", "num_choices", "choices"])
 def weight_gemm(
     a, b, out, order, groups, written,
     rows, height, width, num_groups, num_choices, choices, stride_a, stride_b, stride_written,
@@ -189,7 +189,7 @@ def weight_gemm(
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside_p[:, None] & inside_q[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "num_choices"])
+@triton.jit(do_not_specialize=["rows", "num_choices", "choices"])
 def bias_sum(
     a, weight, out, order, groups, written, rows, width, num_groups, num_choices, choices, stride_a, stride_written,
     GATHER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,

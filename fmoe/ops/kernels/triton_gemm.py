@@ -144,18 +144,20 @@ def slope(z, ACT: tl.constexpr):
     return d
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_choices"])
+@triton.jit(do_not_specialize=["num_tiles", "num_choices", "choices"])
 def rows_gemm(
-    a, w, bias, z, out, order, tiles,
+    a, w, bias, z, out, weight, order, tiles,
     inner, columns, num_tiles, num_choices, choices, stride_a, stride_we, stride_wk, stride_wn,
-    GATHER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SAVE_Z: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, SAVE_Z: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[r] = act(a[row(r)] @ w[e] + bias[e])`` for r of group e, and what is activated into z.
 
-    With GATHER, row(r) is the token of row r. GATED takes w of ``[E,inner,2*columns]``, gate first. A tile
-    without a matrix takes no products: it is 0, also after the activation.
+    With GATHER, row(r) is the token of row r; with SCATTER that is what is written to, with SCALE times the
+    weight of r. GATED takes w of ``[E,inner,2*columns]``, gate first. A tile without a matrix takes no products:
+    it is 0, also after the activation.
     """
     column, first, last, matrix = find_tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP_M)
     if first >= last:
@@ -202,7 +204,13 @@ def rows_gemm(
     acc = activate(acc, ACT)
     if GATED:
         acc *= second
-    to = out + r[:, None].to(tl.int64) * columns + n[None, :]
+    row = r
+    if SCALE:
+        acc *= row_weight(weight, order, r, inside, num_choices)[:, None]
+    if SCATTER:
+        row, known_row = source_row(order, r, inside, num_choices, choices)
+        stored = known_row[:, None] & inside_n[None, :]
+    to = out + row[:, None].to(tl.int64) * columns + n[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=stored)
 
 

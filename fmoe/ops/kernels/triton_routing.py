@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "k"])
 def best_experts(scores, out, tokens, num_experts, k, stride_t, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Ids of the k largest fp32 scores of each row, largest first, ties to the lowest id; NaN counts as largest.
 
@@ -52,7 +52,7 @@ def _ids(experts, slots, at, inside, KEPT: tl.constexpr):
     return ids
 
 
-@triton.jit(do_not_specialize=["size", "blocks"])
+@triton.jit(do_not_specialize=["size", "blocks", "choices"])
 def count_choices(
     experts, slots, counts, size, choices, num_experts, blocks,
     KEPT: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -98,7 +98,7 @@ def scan_blocks(
     tl.store(loads + batch * num_experts + e, load, mask=e < num_experts)
 
 
-@triton.jit(do_not_specialize=["size", "blocks"])
+@triton.jit(do_not_specialize=["size", "blocks", "choices"])
 def place_slots(
     experts, bases, before, capacity, slots, size, choices, num_experts, blocks,
     SUB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,

@@ -65,6 +65,21 @@ def combine_rows(
     tl.store(to, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (d < width)[None, :])
 
 
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def zero_dropped(index, out, tokens, rows, width, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``out[t] = 0`` for the tokens whose one choice has no row."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = tl.load(index + t, mask=t < tokens, other=0)
+    dropped = (t < tokens) & ((row < 0) | (row >= rows))
+    if tl.max(dropped.to(tl.int32), 0) == 0:
+        return
+    for d0 in range(0, width, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
+        to = out + t[:, None].to(tl.int64) * width + d[None, :]
+        zero = tl.zeros([BLOCK_T, BLOCK_D], out.dtype.element_ty)
+        tl.store(to, zero, mask=dropped[:, None] & (d < width)[None, :])
+
+
 @triton.jit(do_not_specialize=["count", "rows"])
 def row_dots(
     x, y, index, out, count, rows, width, choices, stride_x, stride_y, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr
