@@ -47,6 +47,10 @@ def _kernels_on_the_cpu(monkeypatch):
     for op in OPS.values():
         if op.kernels["cuda"] is not None:
             monkeypatch.setitem(op.kernels, "cpu", op.kernels["cuda"])
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN: whatever is not written shows
+    assert torch.empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def small(setitem, sub: int) -> None:
@@ -305,6 +309,7 @@ def test_offsets_past_two_to_the_31(monkeypatch):
     from triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # it copies whole storages
+    torch.use_deterministic_algorithms(False)  # so that new memory is not touched
     far = 2**30 + 64
     storage = torch.empty(2 * far + 4096, dtype=torch.float16)
 
