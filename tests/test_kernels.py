@@ -55,9 +55,10 @@ def sources() -> dict[launches.Source, launches.Launch]:
                     torch.backends.cuda.matmul.fp32_precision = precision
                     launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8)
                     launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8, "gelu")
-            for i, launch in enumerate(got):
-                if i < fp32 or table_kernel(launch):
-                    seen.setdefault(launches.specialised(launch, arch), launch)
+            # in fp32 the first of each matmul
+            matmuls = {(table_kernel(each), kind_of(each)): each for each in reversed(got[fp32:]) if table_kernel(each)}
+            for launch in [*got[:fp32], *matmuls.values()]:
+                seen.setdefault(launches.specialised(launch, arch), launch)
     finally:
         torch.backends.cuda.matmul.fp32_precision = kept
     # an ungated activation has a backward of less work in the same blocks: once is enough

@@ -56,16 +56,16 @@ class Blocks:
 #: instructions.
 #: Row tiles of one column agree, so that one tile map serves a pass.
 TABLE: dict[tuple[str, str, str], tuple[Blocks, Blocks]] = {
-    ("up", "16", "sm_80"): (Blocks(128, 64, 32, 8, 4), Blocks(64, 64, 32, 4, 4)),
+    ("up", "16", "sm_80"): (Blocks(128, 64, 32, 8, 4), Blocks(128, 64, 32, 8, 4)),
     ("up", "16", "sm_90"): (Blocks(128, 64, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
     ("up", "16", "sm_100"): (Blocks(128, 64, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
-    ("act", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(64, 64, 32, 4, 4)),
+    ("act", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(128, 128, 32, 8, 4)),
     ("act", "16", "sm_90"): (Blocks(128, 128, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
     ("act", "16", "sm_100"): (Blocks(128, 128, 64, 8, 4), Blocks(64, 64, 64, 4, 4)),
-    ("rows", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(64, 128, 32, 4, 4)),
+    ("rows", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(128, 128, 32, 8, 4)),
     ("rows", "16", "sm_90"): (Blocks(128, 256, 64, 8, 3), Blocks(64, 128, 64, 4, 4)),
     ("rows", "16", "sm_100"): (Blocks(128, 256, 64, 8, 3), Blocks(64, 128, 64, 4, 4)),
-    ("down_back", "16", "sm_80"): (Blocks(128, 64, 32, 8, 4, 2), Blocks(64, 64, 32, 4, 4, 2)),
+    ("down_back", "16", "sm_80"): (Blocks(128, 64, 32, 8, 4, 2), Blocks(128, 64, 32, 8, 4, 2)),
     ("down_back", "16", "sm_90"): (Blocks(128, 128, 64, 8, 3, 4), Blocks(64, 64, 64, 4, 4, 2)),
     ("down_back", "16", "sm_100"): (Blocks(128, 128, 64, 8, 3, 4), Blocks(64, 64, 64, 4, 4, 2)),
     ("weights", "16", "sm_80"): (Blocks(128, 128, 32, 8, 4), Blocks(128, 128, 32, 8, 4)),
