@@ -220,7 +220,7 @@ def _bound(equation: Equation, planned: Any) -> str:
     if op is None:
         return equation.op
     moved = [types[name].dtype for name in equation.operands if types[name].dtype.is_floating_point]
-    return binding(op, device, *moved)
+    return binding(op, device, *(moved if op != "row_index" else ()))  # that one moves no rows
 
 
 #: Equations that one operation runs.

@@ -301,6 +301,10 @@ def test_the_text_of_a_compiled_program_says_what_is_bound(monkeypatch):
         "= combine tokens_1 weights  -> triton.ffn [sm_90 ieee; up 64x32x16; down 64x64x16; not torch.grouped_mm: "
         "it is fast only in bf16 on sm_90, not f32 on sm_90]\n"
     ) in text
+    wide = fmoe.trace(lambda p, x: fmoe.moe(p, x, config)[0])(params.to(torch.float64), x.double())
+    text = wide.plan(fmoe.ShardingSpec(fmoe.make_mesh(4, world=1), plan="dp")).compile().as_text()
+    assert "x experts slots  -> triton.row_index\n" in text
+    assert "= combine tokens_1 weights  -> reference (no kernel for f64)\n" in text
     monkeypatch.setattr(choice, "machine", lambda device: ("", "no kernels for sm_75"))
     assert "= combine tokens_1 weights  -> reference (no kernels for sm_75)\n" in planned.compile().as_text()
 
