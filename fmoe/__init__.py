@@ -36,6 +36,7 @@ from .functional.routers import TopP as TopP
 from .functional.tokens import Tokens as Tokens
 from .module import MoE as MoE
 from .ops.grouped import grouped_matmul as grouped_matmul
+from .ops.kernels.choice import checked as checked
 from .sharding.distribute import clip_grad_norm_ as clip_grad_norm_
 from .sharding.distribute import distribute as distribute
 from .sharding.distribute import local as local
@@ -96,6 +97,7 @@ __all__ = [
     "TraceError",
     "Traced",
     "auto",
+    "checked",
     "clip_grad_norm_",
     "distribute",
     "functional",

@@ -11,16 +11,31 @@ from .program import OPERATIONS, Program, Type
 
 
 @dataclass(frozen=True)
+class Work:
+    """What kernels of the experts do on a GPU: how many are launched, and the bytes they read and write."""
+
+    launches: int = 0
+    moved: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.launches + other.launches, self.moved + other.moved)
+
+
+@dataclass(frozen=True)
 class Cost:
     """Cost of one equation or program on one device.
 
     Attributes:
         flops: of the experts' matmuls; a multiply-add counts 2.
         traffic: (collective, axis) -> (calls, bytes received from other ranks; for all_reduce the bytes added up).
+        forward: kernels of the experts on a GPU; 0 for a user's function.
+        backward: the same of their transposes.
     """
 
     flops: float = 0.0
     traffic: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    forward: Work = Work()
+    backward: Work = Work()
 
     @classmethod
     def of(cls, collective: str, axis: str, whole: int, ranks: int) -> Cost:
@@ -33,7 +48,8 @@ class Cost:
         for key, (calls, size) in other.traffic.items():
             before = traffic.get(key, (0, 0))
             traffic[key] = (before[0] + calls, before[1] + size)
-        return Cost(self.flops + other.flops, traffic)
+        forward, backward = self.forward + other.forward, self.backward + other.backward
+        return Cost(self.flops + other.flops, traffic, forward, backward)
 
     @property
     def calls(self) -> int:
@@ -108,4 +124,4 @@ def program_cost(program: Program, axes: Mapping[str, Axes], tokens: int | None 
         peak = max(peak, alive)
         names = {*equation.operands, *(v.name for v in equation.outputs)}
         alive -= sum(types[name].bytes for name in names - inputs if last.get(name, number) == number)
-    return ProgramCost(total.flops, total.traffic, resident, peak, run_time)
+    return ProgramCost(total.flops, total.traffic, total.forward, total.backward, resident, peak, run_time)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ._axes import Axes
 from ._typing import dtype_text
+from .ops.binding import binding, experts_binding
 from .program import OPERATIONS, Equation, Hole, Program
 from .sharding.placement import placed_text
 
@@ -208,6 +210,42 @@ def _bound(equation: Equation, planned: Any) -> str:
         axis = equation.param("axis") or "node"
         fn = equation.param("fn") or equation.op
         return f"torch.distributed {fn} {axis}[{axes.size(axis)}]"
-    if equation.op in ("expert_ffn", "combine") and equation.param("fn") is None:
-        return "fmoe.ffn"
-    return equation.op
+    device = _device(planned)
+    types = planned.program.types()
+    if equation.op in ("expert_ffn", "combine"):
+        experts = _experts_of(equation, planned.program)
+        if experts is not None and experts.param("fn") is None:
+            return _experts_bound(experts, types, device)
+    op = _RUNS.get(equation.op)
+    if op is None:
+        return equation.op
+    moved = [types[name].dtype for name in equation.operands if types[name].dtype.is_floating_point]
+    return binding(op, device, *(moved if op != "row_index" else ()))  # that one moves no rows
+
+
+#: Equations that one operation runs.
+_RUNS = {"dispatch": "row_index", "encode": "expand", "decode": "combine"}
+
+
+def _device(planned: Any) -> torch.device:
+    """Where a program's tensors are."""
+    kinds = {leaf[2] for leaf in planned.traced.signature.leaves if isinstance(leaf, tuple)}
+    return torch.device("cuda" if "cuda" in kinds else "cpu")
+
+
+def _experts_of(equation: Equation, program: Program) -> Equation | None:
+    """The equation that holds the experts: what `combine` evaluates stands before it."""
+    if equation.op == "expert_ffn":
+        return equation
+    made = (eq for eq in program.equations if eq.op == "expert_apply")
+    return next((eq for eq in made if eq.outputs[0].name == equation.operands[0]), None)
+
+
+def _experts_bound(equation: Equation, types: Any, device: torch.device) -> str:
+    rows, tree = types[equation.operands[0]], equation.param("tree")
+    leaves = [types[name] for name in equation.operands[1 : 1 + tree.num_leaves]]
+    params = pytree.tree_unflatten(leaves, tree)
+    experts, hidden, model_dim = map(int, params.w_out.dims)
+    count = math.prod(map(int, rows.dims[:-1]))
+    dtype, biases = params.w_out.dtype, params.b_out is not None
+    return experts_binding(device, dtype, equation.param("activation"), count, experts, model_dim, hidden, biases)

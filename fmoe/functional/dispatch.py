@@ -33,7 +33,8 @@ def dispatch(x: Tensor, routing: Routing, *, layout: str | None = None, spec: An
         `Tokens`, for `expert_apply`.
 
     Raises:
-        ValueError: if x does not have the tokens that were routed, or the routing is not valid.
+        ValueError: if x does not have the tokens that were routed, or the routing is not valid (on a GPU ids and
+            slots are looked at under `checked` only).
 
     Example:
         >>> import fmoe, torch

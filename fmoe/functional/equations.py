@@ -23,6 +23,7 @@ from .._errors import ProgramError, refuse
 from .._typing import accumulation_dtype
 from ..cost import Cost
 from ..ops.ffn import ffn, gather_rows
+from ..ops.kernels.steps import Sizes, backward_steps, forward_steps, total
 from ..ops.ragged import Splits, chunk_receives, expert_order
 from ..ops.rearrange import combine as gather_back
 from ..ops.transfers import array_on
@@ -151,19 +152,26 @@ def _apply_types(rows: Type, *leaves: Type, activation: str | None, fn: Any, tre
     return [rows.with_dims(*rows.dims[:-1], width)]
 
 
-def expert_flops(rows: int, leaves: Sequence[Type], activation: str | None, tree: Any) -> Cost:
-    """Cost of the built-in experts on a number of rows; a user's function is not priced."""
+def expert_cost(rows: Type, leaves: Sequence[Type], activation: str | None, tree: Any, choices: int = 1) -> Cost:
+    """Cost of the built-in experts on the rows of tokens with `choices` rows each; a user's function is not priced."""
     if activation is None:
         return Cost()
     params = pytree.tree_unflatten(list(leaves), tree)
+    count = math.prod(map(int, rows.dims[:-1]))
     weights = sum(math.prod(map(int, leaf.dims[1:])) for leaf in (params.w_in, params.w_out))
-    return Cost(flops=2.0 * rows * weights)
+    experts, hidden, model_dim = map(int, params.w_out.dims)
+    sizes = Sizes(
+        -(-count // choices), choices, model_dim, hidden, math.prod(map(int, params.w_in.dims[2:])), experts,
+        rows.dtype.itemsize, params.b_in is not None,
+    )  # fmt: skip
+    return Cost(flops=2.0 * count * weights, forward=total(forward_steps(sizes)), backward=total(backward_steps(sizes)))
 
 
 def _apply_cost(
     axes: Any, operands: Sequence[Type], outputs: Sequence[Type], *, activation: Any, tree: Any, **_: Any
 ) -> Cost:
-    return expert_flops(math.prod(map(int, operands[0].dims[:-1])), operands[1:], activation, tree)
+    choices = max(1, round(getattr(operands[0].dims[0], "per_token", 1.0)))  # slots count as a token each
+    return expert_cost(operands[0], operands[1:], activation, tree, choices)
 
 
 @operation("expert_apply", _apply_types, cost=_apply_cost, shown=("activation", "fn"))
@@ -215,8 +223,7 @@ def _ffn_cost(
     tree: Any,
     **_: Any,
 ) -> Cost:
-    rows = math.prod(map(int, operands[0].dims[:-1]))
-    return expert_flops(rows, operands[1 : len(operands) - extra], activation, tree)
+    return expert_cost(operands[0], operands[1 : len(operands) - extra], activation, tree)
 
 
 @operation("expert_ffn", _ffn_types, cost=_ffn_cost, shown=("activation", "fn", "chunk"))

@@ -113,6 +113,7 @@ class FuncOp:
         fake: the shape rule, with the same arguments.
         vmap: ``vmap(batch_size, in_dims, *args) -> (outputs, out_dims)``.
         cpu: a faster kernel for the CPU.
+        cuda: a kernel for GPUs; it returns NotImplemented where the reference is to run in its place.
         backward: ``backward(saved, *grads) -> grad of each argument``; grads may be None. Without it
             the outputs are not differentiable (an op on integers).
         jvp: ``jvp(saved, *tangents) -> tangent of each output``; tangents may be None.
@@ -129,6 +130,7 @@ class FuncOp:
         fake: Callable[..., Any],
         vmap: Callable[..., Any],
         cpu: Callable[..., Any] | None = None,
+        cuda: Callable[..., Any] | None = None,
         backward: Callable[..., Any] | None = None,
         jvp: Callable[..., Any] | None = None,
         composition: Callable[..., Any] | None = None,
@@ -136,17 +138,29 @@ class FuncOp:
         dtensor: Callable[..., Any] | None = None,
     ):
         self.schema, self.name = schema, schema.split("(")[0]
-        self.reference, self.fake, self.cpu = reference, fake, cpu
+        self.reference, self.fake = reference, fake
+        self.kernels = {"cpu": cpu, "cuda": cuda}
         self.backward, self.jvp, self.composition = backward, jvp, composition
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        _library.impl(self.name, _plain(cpu or reference, "cpu"), "CPU")
-        _library.impl(self.name, _plain(reference, "cuda"), "CUDA")
+        _library.impl(self.name, self._kernel_of("cpu"), "CPU")
+        _library.impl(self.name, self._kernel_of("cuda"), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=_library)
         autograd = _autograd_kernel(self.op, backward, jvp, composition, saves) if backward else _below(self.op)
         _library.impl(self.name, autograd, "Autograd", with_keyset=True)
         _library.impl(self.name, _vmap_kernel(self.op, vmap), "FuncTorchBatched", with_keyset=True)
         self.dtensor = dtensor
+
+    def _kernel_of(self, device: str) -> Callable[..., Any]:
+        """What runs there, with autocast off: it computes in the dtypes it is given, as compiled kernels do."""
+
+        def run(*args: Any) -> Any:
+            with without_autocast(device):
+                kernel = self.kernels[device]
+                made = NotImplemented if kernel is None else kernel(*args)
+                return self.reference(*args) if made is NotImplemented else made
+
+        return run
 
     def know_dtensors_once(self, cls: type) -> None:
         """Makes the `dtensor` rule known to torch; `cls` is DTensor, which is not imported before it is needed."""
@@ -163,16 +177,6 @@ class FuncOp:
 
     def __repr__(self) -> str:
         return f"FuncOp({self.schema!r})"
-
-
-def _plain(kernel: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The kernel with autocast off: it computes in the dtypes it is given, as compiled kernels do."""
-
-    def run(*args: Any) -> Any:
-        with without_autocast(device):
-            return kernel(*args)
-
-    return run
 
 
 def _below(op: Any) -> Callable[..., Any]:

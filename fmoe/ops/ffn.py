@@ -24,6 +24,7 @@ from .activations import Activation, form_of
 from .differentiable import Saved, batch_first, without_saved_tensor_hooks
 from .grouped import empty_in_order, fold_groups, gmm, gmm_dw, gmm_t, is_transposed
 from .kernels.cpu_ffn import ffn_backward_cpu, ffn_cpu
+from .kernels.cuda_ffn import ffn_backward_cuda, ffn_cuda
 from .rearrange import combine, expand, fold_index, rowdot
 from .registry import define
 
@@ -217,6 +218,7 @@ ffn = define(
     "Tensor groups, str activation, bool keep) -> (Tensor, Tensor)",
     reference=_composition,
     cpu=ffn_cpu,
+    cuda=ffn_cuda,
     fake=_ffn_fake,
     backward=_ffn_backward_rule,
     composition=_composition,
@@ -229,6 +231,7 @@ ffn_backward = define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_ffn_backward_reference,
     cpu=ffn_backward_cpu,
+    cuda=ffn_backward_cuda,
     fake=_ffn_backward_fake,
     backward=_second_backward_rule,
     composition=_backward_composition,

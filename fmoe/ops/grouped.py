@@ -1,6 +1,7 @@
 """Grouped matmul: rows in groups, each group with its own matrix.
 
-`groups [G,3]` gives, for each group, its first row, its last row plus one, and its matrix. Rows in no
+`groups [G,3]` gives, for each group, its first row, its last row plus one, and its matrix; groups stand in
+the order of their rows and share none, and as many groups as matrices are one for each, in order. Rows in no
 group come out exactly 0. The three ops are the partial derivatives of one trilinear form,
 
     F(x, w, dy) = sum over groups (first, last, e) and rows first <= r < last of  <x[r] @ w[e], dy[r]>
@@ -24,6 +25,8 @@ from torch import Tensor
 from .._errors import refuse
 from .._typing import dtype_text, type_text
 from .differentiable import Saved, add, batch_first
+from .kernels.cuda_gemm import gmm_cuda, gmm_dw_cuda, gmm_t_cuda
+from .kernels.cuda_routing import groups_from_sizes_cuda
 from .registry import OPS, define
 from .transfers import numbers_on
 
@@ -168,6 +171,7 @@ def _gmm_dw_rule(batch: int, dims: tuple[Any, ...], *args: Any) -> tuple[Tensor,
 gmm = define(
     "gmm(Tensor x, Tensor w, Tensor groups) -> Tensor",
     reference=_gmm_reference,
+    cuda=gmm_cuda,
     fake=lambda x, w, groups: x.new_empty(x.shape[0], w.shape[2]),
     backward=_gmm_backward,
     jvp=_gmm_jvp,
@@ -176,6 +180,7 @@ gmm = define(
 gmm_t = define(
     "gmm_t(Tensor dy, Tensor w, Tensor groups) -> Tensor",
     reference=_gmm_t_reference,
+    cuda=gmm_t_cuda,
     fake=lambda dy, w, groups: dy.new_empty(dy.shape[0], w.shape[1]),
     backward=_gmm_t_backward,
     jvp=_gmm_t_jvp,
@@ -184,6 +189,7 @@ gmm_t = define(
 gmm_dw = define(
     "gmm_dw(Tensor x, Tensor dy, Tensor groups, SymInt experts) -> Tensor",
     reference=_gmm_dw_reference,
+    cuda=gmm_dw_cuda,
     fake=lambda x, dy, groups, experts: x.new_empty(experts, x.shape[1], dy.shape[1]),
     backward=_gmm_dw_backward,
     jvp=_gmm_dw_jvp,
@@ -192,6 +198,7 @@ gmm_dw = define(
 groups_from_sizes = define(
     "groups_from_sizes(Tensor sizes, SymInt rows) -> Tensor",
     reference=_groups_from_sizes_reference,
+    cuda=groups_from_sizes_cuda,
     fake=lambda sizes, rows: sizes.new_empty(sizes.shape[0], 3, dtype=torch.int64),
     vmap=_groups_from_sizes_rule,
 )
@@ -212,7 +219,8 @@ def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:
         ``[R,F]`` in x's dtype.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit, a size is negative, or the sizes exceed R.
+        ValueError: if shapes or dtypes do not fit, a size is negative, or the sizes exceed R. On a GPU sizes are
+            refused under `checked` only; else they are cut to what fits.
 
     Example:
         >>> x, w = torch.ones(3, 2), torch.stack([torch.eye(2), 5 * torch.eye(2)])

@@ -1,7 +1,8 @@
 """Moving rows between token order and expert order: combine, expand and rowdot.
 
-`index [T,K]` names, for each choice of each token, a row of an ``[R,D]`` buffer, or -1 for none. The
-three ops are the three partial derivatives of one trilinear form,
+`index [T,K]` names, for each choice of each token, a row of an ``[R,D]`` buffer, or -1 for none; it names no
+row twice, so that on a GPU every row is written by one program. The three ops are the three partial
+derivatives of one trilinear form,
 
     F(x, y, w) = sum over t,k with index[t,k] >= 0 of  w[t,k] * <x[t], y[index[t,k]]>
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from .._typing import accumulation_dtype
 from .differentiable import Saved, add, batch_first
+from .kernels.cuda_rows import combine_cuda, expand_cuda, rowdot_cuda
 from .registry import define
 
 
@@ -134,6 +136,7 @@ combine = define(
     "combine(Tensor y, Tensor index, Tensor w) -> Tensor",
     reference=_combine_reference,
     cpu=_combine_cpu,
+    cuda=combine_cuda,
     fake=lambda y, index, w: y.new_empty(index.shape[0], y.shape[1]),
     backward=_combine_backward,
     jvp=_combine_jvp,
@@ -142,6 +145,7 @@ combine = define(
 expand = define(
     "expand(Tensor x, Tensor index, Tensor w, SymInt rows) -> Tensor",
     reference=_expand_reference,
+    cuda=expand_cuda,
     fake=lambda x, index, w, rows: x.new_empty(rows, x.shape[1]),
     backward=_expand_backward,
     jvp=_expand_jvp,
@@ -150,6 +154,7 @@ expand = define(
 rowdot = define(
     "rowdot(Tensor x, Tensor y, Tensor index) -> Tensor",
     reference=_rowdot_reference,
+    cuda=rowdot_cuda,
     fake=lambda x, y, index: x.new_empty(index.shape, dtype=accumulation_dtype(x.dtype, y.dtype)),
     backward=_rowdot_backward,
     jvp=_rowdot_jvp,

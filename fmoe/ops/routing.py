@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._errors import refuse
 from .differentiable import batch_first
+from .kernels.cuda_routing import assign_slots_cuda, row_index_cuda, top_k_cuda
 from .registry import define
 from .transfers import numbers_on
 
@@ -169,6 +170,7 @@ top_k = define(
     "top_k(Tensor scores, SymInt k) -> Tensor",
     reference=_top_k_reference,
     cpu=_top_k_cpu,
+    cuda=top_k_cuda,
     fake=lambda scores, k: scores.new_empty(scores.shape[0], k, dtype=torch.int64),
     vmap=_top_k_rule,
 )
@@ -178,6 +180,7 @@ assign_slots = define(
     "assign_slots(Tensor experts, Tensor capacity, SymInt[] groups, SymInt num_experts) -> (Tensor, Tensor)",
     reference=_assign_slots_reference,
     cpu=_assign_slots_cpu,
+    cuda=assign_slots_cuda,
     fake=lambda experts, capacity, groups, num_experts: (
         experts.new_empty(experts.shape),
         experts.new_empty(experts.shape[0], num_experts),
@@ -190,6 +193,7 @@ row_index = define(
     "row_index(Tensor experts, Tensor slots, SymInt num_experts, SymInt most) -> (Tensor, Tensor, Tensor)",
     reference=_row_index_reference,
     cpu=_row_index_cpu,
+    cuda=row_index_cuda,
     fake=lambda experts, slots, num_experts, most: (
         experts.new_empty(experts.shape),
         experts.new_empty(experts.numel()),

@@ -1,0 +1,63 @@
+"""What runs an operation on a device, as text, and why not something else.
+
+The same rules decide when an operation runs (`kernels.choice`), so what this says is what happens for
+operands of these dtypes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .activations import ACTIVATIONS
+from .kernels.choice import target, why_not_library
+from .kernels.launch import cdiv
+from .registry import OPS
+
+
+def binding(op: str, device: torch.device, *dtypes: torch.dtype) -> str:
+    """What runs an operation: ``triton.ffn``, ``cpu.ffn``, or ``reference (why)``.
+
+    Example:
+        >>> binding("ffn", torch.device("cpu"), torch.float32)
+        'cpu.ffn'
+        >>> binding("gmm", torch.device("cpu"), torch.float32)
+        'reference (no kernel for cpu)'
+    """
+    kernel = OPS[op].kernels.get(device.type)
+    if kernel is None:
+        return f"reference (no kernel for {device.type})"
+    if device.type == "cpu":
+        return f"cpu.{op}"
+    to, why = target(device, *dtypes)
+    return f"reference ({why})" if to is None else f"triton.{op}"
+
+
+def experts_binding(
+    device: torch.device,
+    dtype: torch.dtype,
+    activation: str,
+    rows: int,
+    experts: int,
+    model_dim: int,
+    hidden: int,
+    biases: bool = False,
+) -> str:
+    """What runs the experts: the kernel of each product in its blocks, and why not torch's grouped matmul.
+
+    Example:
+        >>> experts_binding(torch.device("cpu"), torch.float32, "gelu", 64, 4, 8, 16)
+        'cpu.ffn'
+    """
+    bound = binding("ffn", device, dtype)
+    to, _ = target(device, dtype) if bound.startswith("triton") else (None, "")
+    if to is None:
+        return bound
+    up = to.blocks("up" if ACTIVATIONS[activation].gated else "act", rows, experts)
+    down = to.blocks("rows", rows, experts)
+    why = why_not_library(to, dtype, rows, experts, experts, hidden, model_dim)
+    if biases and not why:
+        why = "has no bias"
+    taken = (
+        f"{down}; not torch.grouped_mm: it {why}" if why else f"torch.grouped_mm, from {cdiv(rows, experts)} rows each"
+    )
+    return f"{bound} [{to.arch} {to.kind}; up {up}; down {taken}]"
