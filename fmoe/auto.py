@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -67,7 +68,11 @@ class Auto:
         self._agreed: dict[int, list[int]] = {}
         self._called: Recent[Compiled] = Recent()
         self._state: planner.State | None = None
+        self._planned_for: Any = None  # the layers that the state is about
+        self._tokens = 0  # this rank's T in the last call
+        self._seen = 0.0  # the largest T of a rank, lately
         self._began: float | None = None  # of the step that runs; None where it is not one to learn from
+        self._ran = False  # whether there was a call since the last update
 
     def use(self, plan: Plan | str | Mapping[str, Plan | str] | None) -> None:
         """Runs under another plan from the next call on, or lets the planner choose again (None).
@@ -90,8 +95,10 @@ class Auto:
     def update(self, aux: Any, *, seconds: float | None = None) -> None:
         """Learns from the step that ended, and sets the plans of the next ones. Once per optimizer step.
 
-        Every rank must call. The loads are the router's counts, which are global; the time is the slowest
-        rank's. A step in which a program was made first is not learned from.
+        Every rank must call. Choices are added up over the ranks, and the time is the slowest rank's. A step in
+        which a program was made first is not learned from. Does nothing where the plan is fixed. One `auto` should
+        hold all layers of a step, as the time is the whole step's. A function under torch.compile must be called
+        once outside of it after the plan has changed.
 
         Args:
             aux: what the function returned: any tree with the `Aux` of every layer, in their order, or with
@@ -99,33 +106,60 @@ class Auto:
             seconds: what the step took on this rank; by default the time since the last update.
 
         Raises:
-            ValueError: if there is not one for each layer, or the counts do not fit; the plans stay.
+            ValueError: on every rank, if on any there is not one for each layer, or the counts or seconds do not
+                fit; the plans stay.
         """
-        state = self._state
+        if self.spec.plan is not None:
+            return
+        state, now = self._state, time.perf_counter()
         if state is None:
-            raise ValueError("update: the function has not been called yet, or the plan is fixed by use().")
+            raise ValueError("update: the function has not been called yet.")
+        began, self._began = self._began, None
+        took = seconds if seconds is not None else 0.0 if began is None else now - began
+        load, problem = self._load_of(aux, state, took)
+        new = int(began is None or not self._ran)
+        slowest, new, tokens, wrong = agree(
+            [0 if problem else round(1e6 * took), new, self._tokens, int(bool(problem))], "update"
+        )
+        if wrong:
+            raise ValueError(problem or "update: another rank was given what does not fit; it says what.")
+        counts = iter(agree([c for counts in load.values() for c in counts], "update", "sum"))
+        load = {name: [next(counts) for _ in held] for name, held in load.items()}
+        self._seen = max(tokens, 0.95 * self._seen + 0.05 * tokens)
+        planned_for = state.model.tokens or 1
+        if self.spec.max_tokens is None and not 1 / planner.STEP <= self._seen / planned_for <= planner.STEP:
+            fresh = self._planner(state.model.traced, round(self._seen))
+            state, new = replace(fresh, chosen=state.chosen, means=state.means, load=state.load), 1
+        assert state.chosen is not None
+        state = planner.observe(state, state.chosen, load, math.nan if new else max(slowest, 1) / 1e6)
+        chosen = planner.choose(state, state.load)
+        if chosen != state.chosen:
+            self._called.clear()
+        self._state, self._ran = replace(state, chosen=chosen), False
+        self._began = time.perf_counter()
+
+    def _load_of(self, aux: Any, state: planner.State, took: float) -> tuple[dict[str, list[int]], str]:
+        """This rank's choices by layer, and what is wrong with them or with the time."""
         names = state.model.names
         leaves = pytree.tree_leaves(aux, is_leaf=lambda n: isinstance(n, Aux))
         counts = [leaf.counts if isinstance(leaf, Aux) else leaf for leaf in leaves]
         found = [one for one in counts if isinstance(one, Tensor)]
+        if not (math.isfinite(took) and took >= 0):
+            return {}, f"update: seconds={took}, but it must be a finite number of at least 0. The plan stays as it is."
         if len(found) != len(names):
-            raise ValueError(
-                f"update: {len(found)} Aux were given, but the layers are {', '.join(names)}: give one for each."
-            )
+            given = f"{len(found)} Aux were given, but the layers are {', '.join(names)}"
+            return {}, f"update: {given}: give one for each."
         load = {name: [float(c) for c in one.tolist()] for name, one in zip(names, found, strict=True)}
-        now = time.perf_counter()
-        if self._began is None:
-            took = 0
-        else:
-            took = max(1, round(1e6 * (now - self._began if seconds is None else seconds)))
-        slowest, new = agree([took, int(self._began is None)], "update")
-        assert state.chosen is not None
-        state = planner.observe(state, state.chosen, load, math.nan if new else slowest / 1e6)
-        self._state = replace(state, chosen=planner.choose(state, state.load))
-        self._began = time.perf_counter()
+        try:
+            planner.check_load(state, load)
+        except ValueError as error:
+            return {}, f"update: {error}"
+        return {name: [round(c) for c in counts] for name, counts in load.items()}, ""
 
     def explain(self) -> str:
-        """Every candidate plan, its price, and why it runs or lost, as a table."""
+        """Every candidate plan, its price, and why it runs or lost, as a table. One rank may ask alone."""
+        if self.spec.plan is not None:
+            return f"the plan is fixed by the user: {self.spec.plan}"
         if self._state is None:
             return "no plan is chosen yet: call the function once."
         return explanation_text(planner.explain(self._state, self._state.load))
@@ -135,8 +169,10 @@ class Auto:
         call = (args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._made_before(call).run_plain(call)
+        self._ran = True
         signature = Signature.of(call)
         compiled = self._for(signature, call)
+        self._tokens = max((layer.tokens for layer in compiled.planned.traced.layers), default=0)
         self._called.replace(plain_signature(call), compiled)
         return compiled.run(call, signature.marks)
 
@@ -161,11 +197,21 @@ class Auto:
         if self.spec.plan is not None or not traced.layers:
             self._state = None
             return self.spec if self.spec.plan is not None else self.spec.replace(plan="dp")
-        names = [layer.name for layer in traced.layers]
-        if self._state is None or self._state.model.names != names:
+        layers = [(layer.name, layer.num_experts, layer.k) for layer in traced.layers]
+        if self._state is None or self._planned_for != layers:
             (most,) = agree([max(layer.tokens for layer in traced.layers)], _layers_text(traced))
-            self._state = planner_of(traced, self.spec, self.profile, self.spec.max_tokens or most)
+            self._seen = float(self.spec.max_tokens or most)
+            self._state, self._planned_for = self._planner(traced, round(self._seen)), layers
         return self.spec.replace(plan=dict(self._state.chosen or ()))
+
+    def _planner(self, traced: Traced, tokens: int) -> planner.State:
+        """A planner on agreed prices, within the memory that every rank has left."""
+        where, spec = _layers_text(traced), self.spec
+        free = _free_memory(traced)
+        if spec.memory is None and free is not None:
+            spec = spec.replace(memory=-agree([-free], where)[0])
+        together = None if spec.mesh.world == 1 else partial(agree, where=where)
+        return planner_of(traced, spec, self.profile, tokens, together)
 
     def _widths(self, traced: Traced, spec: ShardingSpec) -> dict[str, int]:
         """The slots of every layer, agreed between the ranks, which also find out if they differ."""
@@ -199,6 +245,15 @@ class Auto:
                 "with other dtypes, dims, plan or function; only the number of tokens may differ."
             )
         return [*found[: len(needed)], *agree(needed[first:], where)]
+
+
+def _free_memory(traced: Traced) -> int | None:
+    """Bytes that a step may take on this rank's GPU: 0.9 of it, less what is in use now; None without one."""
+    on_gpu = any(isinstance(leaf, tuple) and "cuda" in str(leaf[2]) for leaf in traced.signature.leaves)
+    if not on_gpu or not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return max(1, int(0.9 * total) - torch.cuda.memory_allocated())
 
 
 def _layers_text(traced: Traced) -> str:

@@ -111,7 +111,13 @@ def planned_spec(traced: Traced, spec: ShardingSpec) -> ShardingSpec:
     return spec.replace(plan=dict(planner_of(traced, spec, None).chosen or ()))
 
 
-def planner_of(traced: Traced, spec: ShardingSpec, profile: Profile | None, tokens: int | None = None) -> planner.State:
+def planner_of(
+    traced: Traced,
+    spec: ShardingSpec,
+    profile: Profile | None,
+    tokens: int | None = None,
+    agree: planner.Agree | None = None,
+) -> planner.State:
     """A planner for a function, on the machine of its arguments by default."""
     if profile is None:
         devices = {leaf[2] for leaf in traced.signature.leaves if isinstance(leaf, tuple)}
@@ -119,7 +125,7 @@ def planner_of(traced: Traced, spec: ShardingSpec, profile: Profile | None, toke
     if tokens is None:
         tokens = spec.max_tokens or max((layer.tokens for layer in traced.layers), default=0)
     widths = {layer.name: layer.slots(tokens) for layer in traced.layers}
-    return planner.init(traced, spec, profile, widths, tokens)
+    return planner.init(traced, spec, profile, widths, tokens, agree)
 
 
 def plan_of(layer: Layer, spec: ShardingSpec) -> Plan:

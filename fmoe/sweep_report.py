@@ -237,7 +237,8 @@ def _draw_speedup(figure: Any, parts: Mapping[tuple[str, str], Any], found: Mapp
         panel.set_ylabel("speed-up of the planner")
         panel.set_title(f"{size}, {kind}", fontsize=10, loc="left")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7, framealpha=0.6, ncols=2)
+        if panel.lines[:-1]:
+            panel.legend(fontsize=7, framealpha=0.6, ncols=2)
     figure.suptitle("The planner against static plans (dashed: not legal at every point)")
 
 

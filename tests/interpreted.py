@@ -443,7 +443,7 @@ def test_launches_are_those_of_the_steps(bias, k):
     p = experts_of(4, 32, 128, "swiglu", bias, torch.float32)
     x, weights = torch.randn(24, 32), torch.rand(24, k)
     with launches.recorded("sm_90", made=True) as seen:
-        _, z = ffn(x, weights, *p, index, order, groups, activation, True)
+        _, z = ffn(x, weights, *p, index, order, groups, "swiglu", True)
         forward = len(seen)
         OPS["ffn_backward"](
             x, x, weights, *p, z, index, order, groups, groups[:, 2], 4, "swiglu", [True, True, True, bias, True, bias]

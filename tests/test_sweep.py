@@ -264,7 +264,7 @@ def test_sweep_writes_json_tables_and_pictures(tmp_path, capsys):
 
 
 def test_points_that_do_not_fit_are_shown_as_such(tmp_path, capsys):
-    assert main(["sweep", "--out", str(tmp_path), *FEW, "--memory", "5e6"]) == 0
+    assert main(["sweep", "--out", str(tmp_path), *FEW, "--memory", "6e6"]) == 0
     assert "does not fit" in capsys.readouterr().out
     points = json.loads((tmp_path / "sweep.json").read_text())["points"]
     assert {None} < {p["chosen"] for p in points}

@@ -49,6 +49,8 @@ def made_once() -> dict[Any, Any]:
     interpreter ends, and a thread that then lets go of a tensor aborts the process.
     """
     global _state
+    if not is_up():
+        return {}
     if _state[0]() is not dist.group.WORLD:
         fresh: dict[Any, Any] = {}
         _state = (weakref.ref(dist.group.WORLD, lambda _: fresh.clear()), fresh)

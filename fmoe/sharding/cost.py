@@ -25,6 +25,8 @@ from ..program import Equation, Program, Type
 from .profile import Profile
 
 COMPUTE = "compute"
+#: Times the rows of the load seen, for which ragged buffers are given memory.
+HEADROOM = 1.25
 #: Equations that are views, or noted and run by `combine`.
 _FREE = {"dispatch", "unflatten", "flatten", "to_host", "cut_sizes", "done"}
 #: Equations without a gradient.
@@ -150,6 +152,7 @@ class Pricer:
         self.program, self.axes, self.profile, self.loads = program, axes, profile, loads
         types = program.types()
         self.types = types if tokens is None else {name: kind.at(tokens) for name, kind in types.items()}
+        self.letters, self.made = types, {var.name: eq for eq in program.equations for var in eq.outputs}
         self.choices = {  # T * K of each layer
             eq.layer: float(math.prod(map(int, self.types[eq.operands[1]].dims)))
             for eq in program.equations
@@ -275,16 +278,26 @@ class Pricer:
                 continue
             if eq.op not in _LINEAR:
                 kept.update(eq.operands)
-            buffers = sum(self.types[v.name].bytes for v in eq.outputs)
-            largest = max(largest, float(buffers))
+            largest = max(largest, float(sum(self._most(v.name) for v in eq.outputs)))
             if eq.op in ("expert_ffn", "expert_apply"):
-                hidden += self._pre_activation(eq)
+                hidden += self._pre_activation(eq) * self._grows(eq.operands[0])
         tensors = {name for name in kept if self.types[name].kind == "tensor"}
         tensors -= {var.name for var in self.program.inputs}
-        ragged = {eq.layer for eq in self.program.equations if eq.op == "to_host"}  # others do not grow with the load
-        spread = [load.fullest(self.axes[name].ep) for name, load in self.loads.items() if name in ragged]
-        ratio = max(spread, default=1.0)
-        return 2.0 * inputs + ratio * (sum(self.types[name].bytes for name in tensors) + hidden) + 2 * largest
+        return 2.0 * inputs + sum(self._most(name) for name in tensors) + hidden + 2 * largest
+
+    def _most(self, name: str) -> float:
+        """Bytes of a variable on the rank that has the most of it."""
+        return self.types[name].bytes * self._grows(name)
+
+    def _grows(self, name: str) -> float:
+        """How many times its expected rows a buffer has, where the load decides; with room for a load that grows."""
+        eq = self.made.get(name)
+        if eq is None or eq.layer not in self.axes or not eq.layer:
+            return 1.0
+        if not any(getattr(dim, "letter", "") == "R" for dim in self.letters[name].dims):
+            return 1.0
+        load = self.loads.get(eq.layer)
+        return HEADROOM * (1.0 if load is None else load.fullest(self.axes[eq.layer].ep))
 
     def _pre_activation(self, eq: Equation) -> float:
         rows = math.prod(map(int, self.types[eq.operands[0]].dims[:-1]))

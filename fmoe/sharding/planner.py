@@ -7,17 +7,18 @@ Pure functions on a frozen state, as optax does it:
     state = observe(state, plans, load, seconds)       what that took
     explain(state, load)                               why
 
-Every legal plan is priced first (`cost`); plans that do not fit in memory are out. Of the analytic order
+Every legal plan is priced first (`ranking`); plans that do not fit in memory are out. Of the analytic order
 only the best `TRIALS` of a kind of load are ever tried: each is run for `REPEATS` steps, and what it took
-is remembered, for `STALE` steps. Afterwards the best one runs, and gives way to another only where that is
-better by `MARGIN`. When `REPEATS` steps in a row take `CHANGED` times more or less than the same plan took
-before, the machine has changed: all else that was measured is forgotten and tried anew, so a slow rank or link
-is answered within ``REPEATS * (1 + TRIALS)`` steps. A kind of load is what the fullest part of the experts has
-over its share of all choices, in steps of `STEP`, and choices follow a running mean of it, so that a load that
-swings across a crossover does not make them swing. All inputs are numbers that the ranks have agreed on, so every
-rank makes the same choice.
+is remembered, for `STALE` steps. Then the fastest of them runs, and gives way to another only where that is
+better by `MARGIN`. What a step took is set down as what it would have taken under the load that plans are chosen
+for: that is the mean load, which moves when the running mean of the steps' loads has left it behind, so that a load
+that swings across a crossover does not make the choice swing. Steps that are slow now and then do not count: of
+several times the lower median does. When `CHANGED_STEPS` steps in a row all take `CHANGED` times more, or all less,
+than each of the last ones of the same plan, the machine has changed: what was measured is forgotten and all is tried
+anew, so a slow rank or link is answered within ``CHANGED_STEPS + REPEATS * TRIALS`` steps.
 
-An assignment gives each layer a plan: the same for all, or for each layer the best one under its load.
+All inputs are numbers that the ranks have agreed on, so every rank makes the same choice. Times are of whole steps:
+where several planners share one, each takes what another changes for its own.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._errors import PlanError
-from .cost import Load, Price, price
-from .lower import lower
-from .plan import Plan, legal_plans
+from .cost import Price
+from .plan import legal_plans
 from .profile import Profile
+from .ranking import MARGIN, STEP, Agree, Assignment, Bucket, Loads, Model
 from .spec import ShardingSpec
+
+__all__ = ["MARGIN", "STEP", "Assignment", "Bucket", "Loads", "Model", "Row", "State"]
 
 TRIALS = 3
 REPEATS = 2
-MARGIN = 0.05
-KEPT = 5
+KEPT = 8
 STALE = 200
-CHANGED = 1.3
-STEP = 1.25
+CHANGED, CHANGED_STEPS = 1.3, 4
 #: Weight of the last step in the running mean of the load.
 WEIGHT = 0.25
 #: How far the mean must be from the kind of load that plans are chosen for, to choose for another.
@@ -49,139 +50,8 @@ LEFT_BEHIND = 0.75
 #: Plans that are predicted to take this much longer than the best are not worth a trial.
 HOPELESS = 2.0
 
-Assignment = tuple[tuple[str, Plan], ...]
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a planner prices: a traced function on a mesh and a machine. Keeps the prices it has worked out."""
-
-    traced: Any
-    spec: ShardingSpec
-    profile: Profile
-    widths: Mapping[str, int]
-    candidates: tuple[Plan, ...]
-    tokens: int | None = None
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def names(self) -> list[str]:
-        """Layers."""
-        return [layer.name for layer in self.traced.layers]
-
-    @property
-    def uniform(self) -> list[Assignment]:
-        """Each candidate for all layers."""
-        return [tuple((name, plan) for name in self.names) for plan in self.candidates]
-
-    @property
-    def limit(self) -> float | None:
-        """Bytes that a device may use, if there is a limit."""
-        return self.profile.memory if self.spec.memory is None else self.spec.memory
-
-    def price(self, assignment: Assignment, load: Bucket) -> Price:
-        """The price of an assignment."""
-        key = (assignment, load)
-        if key not in self.known:
-            program, axes = self._lowered(assignment)
-            loads = {name: Load.spread(STEP**level) for name, level in load.levels}
-            self.known[key] = price(program, axes, self.profile, loads=loads, tokens=self.tokens)
-        found: Price = self.known[key]
-        return found
-
-    def _lowered(self, assignment: Assignment) -> Any:
-        key = ("lowered", assignment)
-        if key not in self.known:
-            t, steps = self.traced, self.known.setdefault("steps", {})
-            self.known[key] = lower(
-                t.program, t.layers, t.captured.roles, self.spec.mesh, dict(assignment), self.widths, steps
-            )
-        return self.known[key]
-
-    def ranked(self, load: Bucket) -> list[tuple[Assignment, Price]]:
-        """All assignments that fit in memory, the fastest first.
-
-        Raises:
-            PlanError: if none fits, with the smallest memory that would do.
-        """
-        key = ("ranked", load)
-        if key not in self.known:
-            self.known[key] = self._rank(load)
-        found: list[tuple[Assignment, Price]] = self.known[key]
-        return found
-
-    def fitting(self, load: Bucket) -> frozenset[Assignment]:
-        """The assignments that fit in memory."""
-        key = ("fitting", load)
-        if key not in self.known:
-            self.known[key] = frozenset(assignment for assignment, _ in self.ranked(load))
-        found: frozenset[Assignment] = self.known[key]
-        return found
-
-    def _rank(self, load: Bucket) -> list[tuple[Assignment, Price]]:
-        uniform, limit = self.uniform, self.limit
-        priced = [(assignment, self.price(assignment, load)) for assignment in uniform]
-        if len(self.names) > 1:
-            mixed = self._best_of_each(priced, load)
-            if mixed not in uniform:
-                priced.append((mixed, self.price(mixed, load)))
-        fits = [item for item in priced if limit is None or item[1].memory <= limit]
-        if not fits:
-            least, best = min(priced, key=lambda item: item[1].memory)
-            raise PlanError(
-                f"no plan fits in memory={limit:.4g} bytes: the smallest, {least[0][1]}, takes {best.memory:.4g}. "
-                "Raise memory= to that, give a rank fewer tokens, or use more ranks."
-            )
-        return sorted(fits, key=lambda item: (item[1].seconds, str(item[0])))
-
-    def _best_of_each(self, priced: Sequence[tuple[Assignment, Price]], load: Bucket) -> Assignment:
-        """For each layer the plan under which it takes the least time of all equations that are its own."""
-        best: dict[str, tuple[float, str, Plan]] = {}
-        for assignment, found in priced:
-            program, _ = self._lowered(assignment)
-            owner = {var.name: eq.layer for eq in program.equations for var in eq.outputs}
-            for name, plan in assignment:
-                own = sum(e.end - e.begin for e in found.timeline if owner[e.name] == name)
-                best[name] = min(best.get(name, (math.inf, "", plan)), (own, str(plan), plan), key=lambda b: b[:2])
-        return tuple((name, best[name][2]) for name in self.names)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A kind of load: by layer, the level of the fullest part of the experts, in powers of `STEP` of the mean."""
-
-    levels: tuple[tuple[str, int], ...] = ()
-
-    @classmethod
-    def of(cls, load: Loads, model: Model) -> Bucket:
-        """The kind of a load; even where none is given."""
-        if load is None:
-            return cls()
-        if isinstance(load, Bucket):
-            return load
-        return cls.at({name: round(_excess(model, name, load[name])) for name in model.names if name in load})
-
-    @classmethod
-    def at(cls, levels: Mapping[str, int]) -> Bucket:
-        """The kind of load with these levels; 0 where none is given."""
-        return cls(tuple((name, level) for name, level in sorted(levels.items()) if level))
-
-
-Loads = Mapping[str, Sequence[float]] | Bucket | None
-
-
-def _excess(model: Model, name: str, counts: Sequence[float]) -> float:
-    """Rows of the fullest part of the experts, over its share of all choices, in powers of `STEP`.
-
-    Below 0 where a capacity drops so many that even the fullest part has less than that.
-    """
-    layer = next(layer for layer in model.traced.layers if layer.name == name)
-    rule = None if layer.gate is None else layer.gate.param("capacity")
-    kept, total = list(counts), sum(counts)
-    if rule is not None and rule.ratio is not None and total > 0:
-        most = rule.ratio[0] / rule.ratio[1] * total / len(counts)
-        kept = [min(c, most) for c in counts]
-    return math.log(Load(tuple(kept), total).fullest(model.spec.mesh.expert)) / math.log(STEP)
+#: (step, seconds, what was predicted) of each time that an assignment ran under a kind of load.
+Taken = tuple[tuple[int, float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -190,7 +60,7 @@ class State:
 
     Attributes:
         model: what it prices.
-        measured: (bucket, assignment) to the last (step, seconds) it took.
+        measured: (kind of load, assignment) to what the last steps took.
         chosen: the assignment that runs.
         fixed: whether the user chose it.
         means: by layer, the running mean of the excess of the fullest part, in powers of `STEP`.
@@ -200,19 +70,26 @@ class State:
     """
 
     model: Model
-    measured: Mapping[tuple[Bucket, Assignment], tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    measured: Mapping[tuple[int, Assignment], Taken] = field(default_factory=dict)
     chosen: Assignment | None = None
     fixed: bool = False
     means: Mapping[str, float] = field(default_factory=dict)
     load: Bucket | None = None
     step: int = 0
 
-    def took(self, bucket: Bucket, assignment: Assignment) -> list[float]:
+    def took(self, kind: int, assignment: Assignment) -> list[float]:
         """What an assignment took under a kind of load, as far as it is not stale."""
-        return [t for step, t in self.measured.get((bucket, assignment), ()) if self.step - step < STALE]
+        return [t for step, t, _ in self.measured.get((kind, assignment), ()) if self.step - step < STALE]
 
 
-def init(traced: Any, spec: ShardingSpec, profile: Profile, widths: Mapping[str, int], tokens: int | None) -> State:
+def init(
+    traced: Any,
+    spec: ShardingSpec,
+    profile: Profile,
+    widths: Mapping[str, int],
+    tokens: int | None,
+    agree: Agree | None = None,
+) -> State:
     """A planner for a function.
 
     Args:
@@ -221,66 +98,66 @@ def init(traced: Any, spec: ShardingSpec, profile: Profile, widths: Mapping[str,
         profile: the machine.
         widths: by layer, slots per expert that suffice on every rank.
         tokens: the largest T of a rank, agreed.
+        agree: the largest of each number over the ranks, which then all ask; see `Model`.
 
     Raises:
-        PlanError: if no plan fits in memory.
+        PlanError: if no plan fits in memory, with the smallest memory that would do.
     """
     layouts = {layer.dispatch.param("layout") for layer in traced.layers}
     layout = layouts.pop() if len(layouts) == 1 else None
     every = legal_plans(spec.mesh, layout=layout)
-    model = Model(traced, spec, profile, widths, tuple(every), tokens)
+    model = Model(traced, spec, profile, widths, tuple(every), tokens, agree)
     if spec.plan is not None:
         fixed = tuple((layer.name, layer.resolve(spec.plan_of(layer.name))) for layer in traced.layers)
         return State(model, chosen=fixed, fixed=True)
-    state = State(model)
-    return replace(state, chosen=model.ranked(Bucket())[0][0])
+    ranked = model.ranked(Bucket())
+    if not ranked:
+        priced = [(assignment, model.price(assignment, Bucket()).memory) for assignment in model.uniform]
+        least, memory = min(priced, key=lambda item: item[1])
+        raise PlanError(
+            f"no plan fits in memory={model.limit:.4g} bytes: the smallest, {least[0][1]}, takes {memory:.4g}. "
+            "Raise memory= to that, give a rank fewer tokens, or use more ranks."
+        )
+    return State(model, chosen=ranked[0][0])
 
 
 def choose(state: State, load: Loads) -> Assignment:
     """The plans to run under a load, by layer the choices of each expert: a trial, or the best as far as is known.
 
+    Where none fits in memory under this load, the plans that run go on.
+
     Raises:
         ValueError: if the load is not one number of at least 0 for each expert of each layer.
     """
     assert state.chosen is not None
-    if state.fixed:
-        return state.chosen
     check_load(state, load)
-    bucket = Bucket.of(load, state.model)
-    trial = _trial(state, bucket)
-    if trial is not None:
-        return trial
-    ranked = state.model.ranked(bucket)
-    current = state.chosen
+    bucket, current, model = Bucket.of(load, state.model), state.chosen, state.model
+    if state.fixed or not (ranked := model.ranked(bucket)):
+        return current
+    model.price(current, bucket)  # on all ranks: one of them may ask for an explanation later
+    kind, best_price = model.kind(bucket), ranked[0][1].seconds
+    candidates = [a for a, found in ranked[:TRIALS] if found.seconds <= HOPELESS * best_price]
+    untried = [a for a in candidates if len(state.took(kind, a)) < REPEATS]
+    if untried:
+        return current if current in untried else untried[0]
     # of those that were never tried, only the first ones of the ranking can be the best
-    looked_at = {*(tried for _, tried in state.measured), *(a for a, _ in ranked[: TRIALS + 1]), current}
-    fits = state.model.fitting(bucket)
-    times = {a: _expected(state, bucket, a, state.model.price(a, bucket)) for a in looked_at if a in fits}
-    best = min(times, key=lambda a: (times[a], str(a)))
-    if current in times and times[best] > (1 - MARGIN) * times[current]:
+    looked_at = dict.fromkeys([*(a for a, _ in ranked[: TRIALS + 1]), current, *(tried for _, tried in state.measured)])
+    fitting = [a for a in looked_at if model.fits(a, bucket)]  # in an order that is the same on every rank
+    times = {a: _expected(state, kind, a, model.price(a, bucket)) for a in fitting}
+    best = min(times, key=times.__getitem__)
+    settled = len(state.took(kind, current)) > REPEATS  # it runs for what it took, not for a trial
+    if settled and current in times and times[best] > (1 - MARGIN) * times[current]:
         return current
     return best
 
 
-def _candidates(state: State, bucket: Bucket) -> list[Assignment]:
-    ranked = state.model.ranked(bucket)
-    limit = HOPELESS * ranked[0][1].seconds
-    return [assignment for assignment, found in ranked[:TRIALS] if found.seconds <= limit]
-
-
-def _trial(state: State, bucket: Bucket) -> Assignment | None:
-    """The next assignment to try under this kind of load, the one that runs first, or None when all were."""
-    left = [a for a in _candidates(state, bucket) if len(state.took(bucket, a)) < REPEATS]
-    return None if not left else state.chosen if state.chosen in left else left[0]
-
-
-def _expected(state: State, bucket: Bucket, assignment: Assignment, found: Price) -> float:
+def _expected(state: State, kind: int, assignment: Assignment, found: Price) -> float:
     """Seconds of a step: as measured under this kind of load, or as predicted, corrected by what others took."""
-    seen = state.took(bucket, assignment)
+    seen = state.took(kind, assignment)
     if seen:
-        return statistics.median(seen)
-    others = [(tried, other, state.took(other, tried)) for other, tried in state.measured]
-    known = [(tried, statistics.median(t), state.model.price(tried, other).seconds) for tried, other, t in others if t]
+        return statistics.median_low(seen)
+    fresh = [(a, [t for t in taken if state.step - t[0] < STALE]) for (_, a), taken in state.measured.items()]
+    known = [(a, statistics.median_low(t for _, t, _ in taken), taken[-1][2]) for a, taken in fresh if taken]
     same = [took / predicted for tried, took, predicted in known if tried == assignment]
     if same:
         return found.seconds * statistics.median(same)
@@ -291,34 +168,55 @@ def _expected(state: State, bucket: Bucket, assignment: Assignment, found: Price
 def observe(state: State, plans: Assignment, load: Mapping[str, Sequence[float]] | None, seconds: float) -> State:
     """What a step took, on the slowest rank, and the load it had.
 
+    Args:
+        state: before the step.
+        plans: that ran.
+        load: by layer, the choices of each expert in this step.
+        seconds: what it took; not a number, or not above 0, where nothing is to be learned from that.
+
     Raises:
         ValueError: if the load does not fit; nothing has changed.
     """
     check_load(state, load)
     model, measured = state.model, dict(state.measured)
+    found = {name: model.excess(name, counts) for name, counts in (load or {}).items()}
     if not state.fixed and math.isfinite(seconds) and seconds > 0:
-        key = (Bucket.of(state.load, model), plans)  # the kind of load that the plans were chosen for
-        taken = (*measured.get(key, ()), (state.step, seconds))
-        if _changed([took for _, took in taken]):
-            taken, measured = taken[-REPEATS:], {}
-        measured[key] = taken[-KEPT:]
+        had = state.load if load is None else Bucket.at({name: round(excess) for name, excess in found.items()})
+        measured = _remembered(state, plans, had, seconds)
     means, levels = dict(state.means), dict(() if state.load is None else state.load.levels)
-    for name, counts in (load or {}).items():
-        excess = _excess(model, name, counts)
+    for name, excess in found.items():
         means[name] = (1 - WEIGHT) * means.get(name, excess) + WEIGHT * excess
         if state.load is None or abs(means[name] - levels.get(name, 0)) > LEFT_BEHIND:
             levels[name] = round(means[name])
-    kind = state.load if load is None else Bucket.at(levels)
-    return replace(state, measured=measured, chosen=plans, means=means, load=kind, step=state.step + 1)
+    moved = state.load if load is None else Bucket.at(levels)
+    return replace(state, measured=measured, chosen=plans, means=means, load=moved, step=state.step + 1)
+
+
+def _remembered(
+    state: State, plans: Assignment, load: Bucket | None, seconds: float
+) -> dict[tuple[int, Assignment], Taken]:
+    """What is known after a step that had a load."""
+    model = state.model
+    kind, had = model.kind(state.load or Bucket()), model.kind(load or Bucket())
+    predicted = model.price(plans, model.alike(kind)).seconds
+    if had != kind:  # what it would have taken under the load that plans are chosen for
+        seconds *= predicted / model.price(plans, model.alike(had)).seconds
+    before = [t for t in state.measured.get((kind, plans), ()) if state.step - t[0] < STALE]
+    taken = (*before, (state.step, seconds, predicted))
+    if _changed([t for _, t, _ in taken]):
+        return {}
+    measured = {**state.measured, (kind, plans): taken[-KEPT:]}
+    if state.step % STALE == 0:
+        measured = {key: known for key, known in measured.items() if state.step - known[-1][0] < STALE}
+    return measured
 
 
 def _changed(taken: Sequence[float]) -> bool:
-    """Whether the last steps all took much more, or all much less, than those before."""
-    before, last = taken[:-REPEATS], taken[-REPEATS:]
+    """Whether the last steps took much more than any before, or much less."""
+    before, last = taken[:-CHANGED_STEPS], taken[-CHANGED_STEPS:]
     if len(before) < REPEATS:
         return False
-    usual = statistics.median(before)
-    return min(last) > CHANGED * usual or max(last) * CHANGED < usual
+    return min(last) > CHANGED * max(before) or max(last) * CHANGED < min(before)
 
 
 def check_load(state: State, load: Loads) -> None:
@@ -327,13 +225,15 @@ def check_load(state: State, load: Loads) -> None:
     Raises:
         ValueError: naming what does not fit; nothing has changed.
     """
-    for layer in state.model.traced.layers:
-        counts = None if load is None or isinstance(load, Bucket) else load.get(layer.name)
-        if counts is None:
-            continue
-        if len(counts) != layer.num_experts or not math.isfinite(sum(counts)) or min(counts) < 0:
+    if load is None or isinstance(load, Bucket):
+        return
+    layers = {layer.name: layer.num_experts for layer in state.model.traced.layers}
+    for name, counts in load.items():
+        if name not in layers:
+            raise ValueError(f"load of {name}: the layers are {', '.join(layers)}. The plan stays as it is.")
+        if len(counts) != layers[name] or not math.isfinite(sum(counts)) or min(counts) < 0:
             raise ValueError(
-                f"load of {layer.name}: {list(counts)} must be {layer.num_experts} finite numbers of at least 0, the "
+                f"load of {name}: {list(counts)} must be {layers[name]} finite numbers of at least 0, the "
                 "choices of each expert. The plan stays as it is."
             )
 
@@ -353,22 +253,25 @@ def explain(state: State, load: Loads) -> list[Row]:
     """Every candidate: its predicted and measured seconds, its memory, and why it runs or lost."""
     check_load(state, load)
     bucket, model = Bucket.of(load, state.model), state.model
-    ranked = model.ranked(bucket)
-    fits = {assignment for assignment, _ in ranked}
-    rows = []
-    best = ranked[0][1].seconds
-    for assignment in [a for a, _ in ranked] + [a for a in model.uniform if a not in fits]:
+    fitting = [assignment for assignment, _ in model.ranked(bucket)]
+    kind, rows = model.kind(bucket), []
+    others = [a for a in model.uniform if a not in fitting]
+    if state.chosen not in fitting and state.chosen not in others and state.chosen is not None:
+        others.append(state.chosen)  # each layer's best under another load
+    best = model.price((fitting or others)[0], bucket).seconds
+    for assignment in fitting + others:
         found = model.price(assignment, bucket)
-        seen = state.took(bucket, assignment)
+        seen = state.took(kind, assignment)
         if assignment == state.chosen:
             why = "fixed by the user" if state.fixed else "runs"
-        elif assignment not in fits:
+        elif model.limit is not None and found.memory > model.limit:
             why = f"takes {found.memory:.3g} of {model.limit:.3g} bytes"
         elif seen:
             why = "measured slower, or not faster by the margin"
         else:
             why = f"predicted {100 * (found.seconds / best - 1):.0f} % slower than the best"
-        rows.append(Row(_text(assignment), found.seconds, statistics.median(seen) if seen else None, found.memory, why))
+        measured = statistics.median_low(seen) if seen else None
+        rows.append(Row(_text(assignment), found.seconds, measured, found.memory, why))
     return rows
 
 
