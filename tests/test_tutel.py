@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 import subprocess
@@ -324,6 +325,24 @@ def test_activation_that_reads_the_experts():
     assert other.experts.activate(x).equal(x)
 
 
+@dataclasses.dataclass
+class Leaky:
+    """A callable that has no hash, and an equality of its own."""
+
+    slope: float = 0.5
+
+    def __call__(self, x):
+        return nnf.leaky_relu(x, self.slope)
+
+
+@pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
+def test_activation_without_a_hash(kind):
+    layers = [make({}, {"type": kind, "activation_fn": fn}) for fn in (Leaky(), lambda x: nnf.leaky_relu(x, 0.5))]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(T, M)
+    assert torch.equal(layers[0](x), layers[1](x))
+
+
 def test_activation_with_parameters():
     """A module is part of the layer, as in Tutel: trained, saved and copied with it."""
     layer = make({"capacity_factor": 0}, {"activation_fn": torch.nn.PReLU(init=0.5)})
@@ -347,6 +366,19 @@ def test_no_tokens():
     assert y.l_aux.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in layer.experts.parameters())
     assert make()(x).l_aux.item() == 0.0
+
+
+@pytest.mark.parametrize("experts", [{}, {"type": "llama_ffn"}, {"activation_fn": torch.tanh, "output_dim": 9}])
+@pytest.mark.parametrize("gate", [{}, {"capacity_factor": 0}, {"capacity_factor": -1.0}])
+def test_no_tokens_with_weights_on_the_input(gate, experts):
+    layer = make(gate, experts, is_postscore=False)
+    x = torch.zeros(2, 0, M, requires_grad=True)
+    y = layer(x)
+    (y.sum() + y.l_aux).backward()
+    assert y.shape == (2, 0, experts.get("output_dim", M))
+    assert y.l_aux.item() == 0.0
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None and not p.grad.any() for p in layer.experts.parameters())
 
 
 def test_second_derivatives(double):
@@ -396,6 +428,29 @@ def test_copies_have_no_call_behind_them():
         other.experts.batched_fc1_w.zero_()
     assert torch.equal(layer(x), y)
     assert not torch.equal(other(x), y)
+
+
+def test_a_layer_made_on_meta():
+    with torch.device("meta"):
+        empty = torch.nn.Sequential(make())
+    empty.to_empty(device="cpu")
+    layer = make()
+    assert torch.equal(empty[0]._num_global_experts, layer._num_global_experts)
+    empty[0].load_state_dict(layer.state_dict())
+    x = torch.randn(T, M)
+    assert torch.equal(empty[0](x), layer(x))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"is_postscore": False}, {"batch_prioritized_routing": True}])
+@pytest.mark.parametrize("factor", [1.0, 0])
+def test_compiled_in_one_graph(factor, arguments):
+    """No number is read from a tensor on the way, which would also wait for a GPU."""
+    layer = make({"capacity_factor": factor}, **arguments)
+    x = torch.randn(T, M)
+    y = layer(x)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    assert torch.equal(compiled, y)
+    assert torch.equal(compiled.l_aux, y.l_aux)
 
 
 def test_dtypes():

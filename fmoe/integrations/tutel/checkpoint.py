@@ -18,6 +18,7 @@ import glob
 import os
 import pickle
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from torch import Tensor
 from ..._errors import is_whole, refuse
 from ..._typing import type_text
 from ...values import ExpertParams, MoEParams, RouterParams
-from .layout import COUNT, FFN, LLAMA, Layer, State, divides, joined, layers_of, part_of, prefixes_of, shape_problems
+from .experts import LlamaFFNNetwork
+from .layout import (
+    COUNT, FFN, LLAMA, Layer, State, divides, joined, layers_of, part_of, prefixes_of, shape_problems, width_of,
+)  # fmt: skip
 from .moe import MOELayer
 
 __all__ = ["load", "moe_params", "moe_state", "read", "write"]
@@ -61,7 +65,11 @@ def read(path: str | os.PathLike[str], *, ranks: int | None = None, num_experts:
         >>> all(torch.equal(state[key], entry) for key, entry in layer.state_dict().items())
         True
     """
-    path = os.fspath(path)
+    return _read(os.fspath(path), ranks, num_experts, {})
+
+
+def _read(path: str, ranks: int | None, num_experts: int | None, sizes: Mapping[str, int]) -> State:
+    """`read`; sizes are M*H of llama's experts by prefix, where a model tells."""
     files, master = _files(path, ranks)
     states = [_load(file) for file in files]
     if master is not None:
@@ -86,24 +94,14 @@ def read(path: str | os.PathLike[str], *, ranks: int | None = None, num_experts:
         for name in layer.names(whole) if len(states) > 1 else ():
             parts = [state[layer.key(name)] for state in states]
             try:
-                whole[layer.key(name)] = joined(layer, name, parts, _width(layer, name, states))
+                width = width_of(layer, name, states[0], len(states), sizes.get(layer.prefix))
+                whole[layer.key(name)] = joined(layer, name, parts, width)
             except ValueError as error:
                 problems.append(str(error))
         whole[layer.prefix + COUNT] = torch.tensor(layer.experts)
     refuse("read", problems)
     refuse("read", [text for layer in layers for text in shape_problems(layer, whole)])
     return whole
-
-
-def _width(layer: Layer, name: str, states: list[State]) -> int | None:
-    """How much of an entry that ranks share is no filling."""
-    if name == "batched_fc2_bias":
-        fc2 = states[0].get(layer.key("batched_fc2_w"))
-        return None if fc2 is None else int(fc2.shape[-1])
-    if name in LLAMA and layer.dim is not None:
-        held = int(states[0][layer.key(name)].shape[0]) * len(states) // layer.experts
-        return held // layer.dim * layer.dim
-    return None
 
 
 def write(state: State, path: str | os.PathLike[str], *, ranks: int | None = None) -> list[str]:
@@ -177,7 +175,8 @@ def load(model: torch.nn.Module, source: str | os.PathLike[str] | State, *, rank
         state = source
     else:
         counts = {module.num_global_experts for module in modules.values()}
-        state = read(source, ranks=ranks, num_experts=counts.pop() if len(counts) == 1 else None)
+        sizes = {p: m.experts.size for p, m in modules.items() if isinstance(m.experts, LlamaFFNNetwork)}
+        state = _read(os.fspath(source), ranks, counts.pop() if len(counts) == 1 else None, sizes)
     own, held = model.state_dict(), dict(state)
     for prefix, module in modules.items():
         count = int(held.setdefault(prefix + COUNT, own[prefix + COUNT]))
