@@ -108,8 +108,8 @@ def test_llama_parts_that_several_sizes_have(tmp_path):
                     assert refused(checkpoint.read, path).startswith("read: 3 arguments do not fit.\n  experts.W_fc1 ")
     path = str(tmp_path / "2.3.4.{rank}")
     assert refused(checkpoint.read, path) == "read: 3 arguments do not fit." + "".join(
-        f"\n  experts.W_fc{i} of 4 ranks is f32[2]: an expert has any of 6 to 8 numbers, as the last of its 4 parts may "
-        "end in filling. checkpoint.load goes by the model; read needs files of fewer ranks."
+        f"\n  experts.W_fc{i} of 4 ranks is f32[2]: an expert has any of 6 to 8 numbers, as the last of its 4 "
+        "parts may end in filling. checkpoint.load goes by the model; read needs files of fewer ranks."
         for i in (1, 2, 3)
     )
     assert refused(checkpoint.load, layer(2, 5), path) == "read: 3 arguments do not fit." + "".join(

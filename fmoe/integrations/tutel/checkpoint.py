@@ -29,7 +29,18 @@ from ..._typing import type_text
 from ...values import ExpertParams, MoEParams, RouterParams
 from .experts import LlamaFFNNetwork
 from .layout import (
-    COUNT, FFN, LLAMA, Layer, State, divides, joined, layers_of, part_of, prefixes_of, shape_problems, width_of,
+    COUNT,
+    FFN,
+    LLAMA,
+    Layer,
+    State,
+    divides,
+    joined,
+    layers_of,
+    part_of,
+    prefixes_of,
+    shape_problems,
+    width_of,
 )  # fmt: skip
 from .moe import MOELayer
 
