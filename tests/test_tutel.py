@@ -431,8 +431,11 @@ def test_copies_have_no_call_behind_them():
 
 
 def test_a_layer_made_on_meta():
+    """Runs there, as no number is read from a tensor, and on a device once it has been loaded."""
     with torch.device("meta"):
         empty = torch.nn.Sequential(make())
+        y = empty(torch.ones(2, T, M))
+    assert (y.shape, y.device.type, y.l_aux.shape) == ((2, T, M), "meta", ())
     empty.to_empty(device="cpu")
     layer = make()
     assert torch.equal(empty[0]._num_global_experts, layer._num_global_experts)
@@ -444,7 +447,6 @@ def test_a_layer_made_on_meta():
 @pytest.mark.parametrize("arguments", [{}, {"is_postscore": False}, {"batch_prioritized_routing": True}])
 @pytest.mark.parametrize("factor", [1.0, 0])
 def test_compiled_in_one_graph(factor, arguments):
-    """No number is read from a tensor on the way, which would also wait for a GPU."""
     layer = make({"capacity_factor": factor}, **arguments)
     x = torch.randn(T, M)
     y = layer(x)
