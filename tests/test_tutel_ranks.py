@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass, field
 
 import pytest
@@ -156,74 +155,6 @@ def test_degrees_of_custom_experts(results):
             assert calls == [(seen[r], r, 2)]
 
 
-def some_empty(kind: str, experts: int, parallel_type: str) -> tuple:
-    """Weights on the input, and tokens on ranks 0 and 3 alone: this rank's output, and its experts' gradients."""
-    case = Case(kind, experts, 0.0, {"is_postscore": False, "parallel_type": parallel_type})
-    layer, state = case.make(None), case.state()
-    tutel.checkpoint.load(layer, state)
-    rank = dist.get_rank()
-    x = case.tokens(rank)[: 5 if rank in (0, 3) else 0].requires_grad_(True)
-    y = layer(x)
-    y.square().sum().backward()
-    return y.detach(), {name: p.grad for name, p in layer.experts.named_parameters()}
-
-
-EMPTY = [("ffn", 2, "adaptive:0"), ("ffn", 2, "adaptive:2"), ("llama_ffn", 4, "auto"), ("custom", 4, "adaptive:1")]
-
-
-@pytest.mark.parametrize("which", EMPTY)
-def test_ranks_without_tokens(which, results):
-    case = Case(*which[:2])
-    whole = {name: entry.requires_grad_(True) for name, entry in case.state().items()}
-    x = torch.cat([case.tokens(rank)[:5] for rank in (0, 3)])
-    logits = x @ whole["gates.0.wg.weight"].t()
-    want, _ = tutel_loop.layer(x, logits, case.functions(whole), k=2, factor=0.0, postscore=False)
-    want.square().sum().backward()
-    for rank, result in enumerate(results):
-        y, grads = result["empty"][which]
-        assert_close(y, {0: want[:5], 3: want[5:]}.get(rank, want[:0]), what=f"rank {rank}")
-        for name, grad in grads.items():
-            part = part_of(Layer("", case.experts, M), name, whole[f"experts.{name}"].grad, rank, WORLD)
-            assert_close(grad, part, what=f"{name} on rank {rank}")
-
-
-class Double:
-    """A callable without a hash."""
-
-    __hash__ = None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-
-def copies(pair) -> list:
-    """What pickled layers are elsewhere: this rank's own, another rank's, and one of a group."""
-    case = Case("ffn", 2, options={"activation_fn": Double()})
-    layer, x = case.make(None), case.tokens(dist.get_rank())
-    found = [torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))]
-    others = [None] * WORLD
-    dist.all_gather_object(others, pickle.dumps(layer))
-    for call in (lambda: pickle.loads(others[1]), lambda: pickle.dumps(case.make(pair))):
-        try:
-            call()
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_pickled_layers(results):
-    of_a_group = (
-        "moe_layer: a layer on a group= cannot be pickled, as a process group lives in this run alone: save its "
-        "state_dict(), and load that into a layer made on the group."
-    )
-    elsewhere = (
-        "moe_layer: the pickled layer holds the experts of rank 1 of 4, but this is rank {} of 4: make the layer here, "
-        "and load files of all ranks by fmoe.integrations.tutel.checkpoint.load."
-    )
-    for rank, result in enumerate(results):
-        assert result["copies"] == [True, *([] if rank == 1 else [elsewhere.format(rank)]), of_a_group]
-
-
 # --- Swin-MoE's files -------------------------------------------------------------------------------------------------
 
 #: Experts of the layers whose parts 4 ranks wrote: a part of an expert each, one expert each, two each.
@@ -332,8 +263,6 @@ def work(rank: int, folder: str) -> dict:
     done: dict = {i: run(case, pairs[rank // 2] if case.pair else None) for i, case in enumerate(CASES)}
     done["scaled"] = {r: scaled(r) for r in (0, 1, 2)}
     done["swin"] = swin_outputs(rank, WORLD, folder)
-    done["empty"] = {which: some_empty(*which) for which in EMPTY}
-    done["copies"] = copies(pairs[rank // 2])
     done["refused"] = []
     for count in (-3, -8, 0):
         with pytest.raises(ValueError) as info:

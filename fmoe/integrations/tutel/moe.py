@@ -47,7 +47,9 @@ class MOELayer(torch.nn.Module):
         normalize_gate: whether the weights of a token add up to 1 (for k > 1).
         is_gshard_loss: whether ``l_aux`` is GShard's loss; otherwise the importance and load losses.
         parallel_type: ``"adaptive:r"`` (0 gathers the weights, r splits an expert over r ranks), ``"data"`` (r=1),
-            ``"model"`` (all ranks of an expert) or ``"auto"``: fmoe's planner chooses.
+            ``"model"`` (all ranks of an expert) or ``"auto"``: the plan with the least predicted time for even
+            loads. It learns from no load and no time, as a call changes no plan, which recomputation relies on;
+            for one that learns, take `checkpoint.moe_params` to `fmoe.auto`.
         use_2dh: whether to exchange inside nodes first, where there are several.
         **kwargs: none; an unknown argument is refused by name.
 
