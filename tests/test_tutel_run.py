@@ -1,4 +1,4 @@
-"""Tutel's layer on several processes, in the run of a program: ranks without tokens, pickled copies, the plan of auto."""
+"""Tutel's layer in a run of several processes: ranks without tokens, pickled copies, the plan of auto."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 import tutel_loop
 from oracle import assert_close
 from test_tutel_ranks import WORLD, Case, M
+from torch.distributed.tensor import DTensor
 
+import fmoe
 from fmoe.integrations import tutel
 from fmoe.integrations.tutel.layout import Layer, part_of
 
@@ -73,6 +75,36 @@ def test_auto_chooses_by_prediction_and_stays(results):
         assert torch.equal(result["auto"][2], result["auto"][4])
 
 
+def distributed(folder: str) -> list:
+    """Rank files of 2 ranks as fmoe's parameters on 4, and back: outputs under plans, and the state."""
+    state = tutel.checkpoint.read(f"{folder}/{{rank}}.pt")
+    params = tutel.checkpoint.moe_params(state)
+    spec = fmoe.ShardingSpec(fmoe.make_mesh(2))
+    config = fmoe.MoEConfig(2, M, 8, router=fmoe.TopK(2), activation="relu")
+    step = fmoe.auto(lambda params, x: fmoe.moe(params, x, config)[0], spec)
+    home, found = fmoe.distribute(params, spec), []
+    for plan in ("dp", "ep r=1", "ep r=2"):
+        step.use(plan)
+        found.append(step(home, CASE.tokens(dist.get_rank())).detach())
+    whole = torch.utils._pytree.tree_map(lambda p: p.full_tensor() if isinstance(p, DTensor) else p, home)
+    back = tutel.checkpoint.moe_state(whole)
+    return [*found, all(torch.equal(back[key], state[key]) for key in state) and len(back) == len(state)]
+
+
+CASE = Case("ffn", 2)
+
+
+def test_files_become_fmoes_parameters_on_any_number_of_ranks(results):
+    state = CASE.state()
+    for rank, result in enumerate(results):
+        x = CASE.tokens(rank)
+        want, _ = tutel_loop.layer(x, x @ state["gates.0.wg.weight"].t(), CASE.functions(state), k=2, factor=0.0)
+        *found, back = result["distributed"]
+        for y in found:
+            assert_close(y, want, what=f"rank {rank}")
+        assert back
+
+
 class Double:
     """A callable without a hash."""
 
@@ -110,16 +142,19 @@ def test_pickled_layers(results):
         assert result["copies"] == [True, *([] if rank == 1 else [elsewhere.format(rank)]), of_a_group]
 
 
-def work(rank: int) -> dict:
+def work(rank: int, folder: str) -> dict:
     torch.set_default_dtype(torch.float64)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return {
         "empty": {which: some_empty(*which) for which in EMPTY},
         "copies": copies(pairs[rank // 2]),
         "auto": auto(),
+        "distributed": distributed(folder),
     }
 
 
 @pytest.fixture(scope="module")
-def results():
-    return ranks.launch(work, WORLD)
+def results(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("files"))
+    tutel.checkpoint.write(CASE.state(), f"{folder}/{{rank}}.pt", ranks=2)
+    return ranks.launch(work, WORLD, folder)
