@@ -255,7 +255,9 @@ def test_files_that_do_not_fit_each_other(tmp_path):
     assert refused(checkpoint.read, tmp_path / "a{size}.{rank}") == (
         f"read: {tmp_path}/a{{size}}.{{rank}} is there for 1, 2 ranks: give ranks=."
     )
-    assert refused(checkpoint.read, tmp_path / "none.pt") == f"read: there is no file {tmp_path}/none.pt.rank0."
+    assert refused(checkpoint.read, tmp_path / "none.pt") == (
+        f"read: there is no file {tmp_path}/none.pt, and no {tmp_path}/none.pt.rank0 of several ranks."
+    )
 
 
 def test_a_wrong_shape_is_never_reshaped(tmp_path):

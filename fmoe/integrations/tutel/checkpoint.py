@@ -14,12 +14,8 @@ does not fit is an error, never a reshape.
 
 from __future__ import annotations
 
-import glob
 import os
-import pickle
-import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +24,7 @@ from ..._errors import is_whole, refuse
 from ..._typing import type_text
 from ...values import ExpertParams, MoEParams, RouterParams
 from .experts import LlamaFFNNetwork
+from .files import files_of, load_file, named
 from .layout import (
     COUNT,
     FFN,
@@ -81,10 +78,10 @@ def read(path: str | os.PathLike[str], *, ranks: int | None = None, num_experts:
 
 def _read(path: str, ranks: int | None, num_experts: int | None, sizes: Mapping[str, int]) -> State:
     """`read`; sizes are M*H of llama's experts by prefix, where a model tells."""
-    files, master = _files(path, ranks)
-    states = [_load(file) for file in files]
+    files, master = files_of(path, ranks)
+    states = [load_file(file) for file in files]
     if master is not None:
-        rest = _load(master)
+        rest = load_file(master)
         twice = sorted(set(rest) & set(states[0]))
         refuse("read", [f"{key} is both in {files[0]} and in {master}." for key in twice])
         states = [{**state, **rest} for state in states]
@@ -147,7 +144,7 @@ def write(state: State, path: str | os.PathLike[str], *, ranks: int | None = Non
         return [path]
     parts = [_part(state, rank, ranks) for rank in range(ranks)]
     if pattern:
-        files = [_named(path, rank, ranks) for rank in range(ranks)]
+        files = [named(path, rank, ranks) for rank in range(ranks)]
         for file, part in zip(files, parts, strict=True):
             os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
             torch.save(part, file)
@@ -223,7 +220,8 @@ def moe_params(state: State, prefix: str = "", *, gate: int = 0) -> MoEParams:
         gate: which of the layer's gates.
 
     Returns:
-        The parameters: views of the state's tensors where the layout allows.
+        The parameters: views of the state's tensors where the layout allows. Their config has the layer's activation,
+        which Tutel's default is ``"relu"``, of llama_ffn ``"swiglu"``, and ``TopK(k)`` or ``Cosine(k)``.
 
     Raises:
         ValueError: if the state lacks an entry, or the gate or the experts have no counterpart.
@@ -320,68 +318,7 @@ def moe_state(params: MoEParams, prefix: str = "") -> State:
     return {prefix + key: entry.detach().contiguous() for key, entry in state.items()}
 
 
-# --- files --------------------------------------------------------------------------------------------------------
-
-
-def _named(pattern: str, rank: int | str, size: int | str) -> str:
-    return pattern.replace("{rank}", str(rank)).replace("{size}", str(size))
-
-
-def _files(path: str, ranks: int | None) -> tuple[list[str], str | None]:
-    """The files by rank, and Swin-MoE's master."""
-    if ranks is not None and not is_whole(ranks, 1):
-        refuse("read", [f"ranks={ranks!r}, but it must be a whole number of at least 1, or None."])
-    if "{rank}" not in path:
-        single = next((file for file in (path, f"{path}.global") if os.path.isfile(file)), None)
-        if single is not None:
-            return [single], None
-        files = _by_rank(f"{path}.rank{{rank}}", ranks)
-        master = f"{path}.master"
-        return files, master if os.path.isfile(master) else None
-    return _by_rank(path, ranks), None
-
-
-def _by_rank(pattern: str, ranks: int | None) -> list[str]:
-    if ranks is None:
-        found = _found(pattern)
-        sizes = {size for _, size in found}
-        if len(sizes) > 1:
-            refuse("read", [f"{pattern} is there for {', '.join(map(str, sorted(sizes)))} ranks: give ranks=."])
-        ranks = sizes.pop() if sizes and "{size}" in pattern else 1 + max((rank for rank, _ in found), default=0)
-    files = [_named(pattern, rank, ranks) for rank in range(ranks)]
-    missing = [file for file in files if not os.path.isfile(file)]
-    refuse("read", [f"there is no file {file}." for file in missing])
-    return files
-
-
-def _found(pattern: str) -> list[tuple[int, int]]:
-    """(rank, size) of every file of a pattern; size 0 where the pattern has none."""
-    wanted = re.escape(pattern).replace(re.escape("{rank}"), "(?P<rank>[0-9]+)", 1)
-    wanted = wanted.replace(re.escape("{size}"), "(?P<size>[0-9]+)", 1)
-    wanted = wanted.replace(re.escape("{rank}"), "(?P=rank)").replace(re.escape("{size}"), "(?P=size)")
-    found = []
-    for file in glob.glob(_named(glob.escape(pattern), "*", "*")):
-        match = re.fullmatch(wanted, file)
-        if match is not None:
-            found.append((int(match["rank"]), int(match.groupdict().get("size") or 0)))
-    return found
-
-
-def _load(file: str) -> State:
-    try:
-        held: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
-        raise ValueError(
-            f"read: {file} holds more than tensors{f' ({what[1]})' if what else ''}, and no pickled object is made of "
-            "a file. Save its state dict alone where it was written: torch.save(model.state_dict(), path)."
-        ) from error
-    if isinstance(held, dict) and isinstance(held.get("model"), dict):
-        held = held["model"]
-    wrong = [str(k) for k, v in held.items() if not isinstance(v, Tensor)] if isinstance(held, dict) else ["it"]
-    refuse("read", [f"{file}: {key} is no tensor, but a checkpoint is a dict of tensors." for key in wrong])
-    state: State = held
-    return state
+# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def _part(state: State, rank: int, world: int) -> State:
