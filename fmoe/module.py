@@ -26,6 +26,7 @@ from .functional.config import MoEConfig
 from .functional.gate import replay_ids
 from .functional.init import init
 from .functional.moe import moe
+from .ops.processes import is_up
 from .sharding.distribute import distribute
 from .sharding.spec import ShardingSpec
 from .trace import recorder
@@ -76,7 +77,8 @@ class MoE(nn.Module):
             step lets the planner learn, ``use(plan)`` fixes a plan, ``explain()`` prints the prices.
 
     Raises:
-        ValueError: if params are missing or not of this kind; see `init` and `moe`.
+        ValueError: if an argument is missing or not of this kind, or a spec is given before torch.distributed is
+            started; see `init` and `moe`.
         SpecError: if torch.distributed has another number of ranks than the spec's mesh.
 
     Example:
@@ -101,6 +103,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        refuse("MoE", _problems(config, spec))
         self.config, self.spec = config, spec
         if params is None and config.fn is None:
             params = init(config, seed=seed, dtype=dtype, device=device)
@@ -156,6 +159,21 @@ class MoE(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.step = None if self.spec is None else Auto(self._call, self.spec)
+
+
+def _problems(config: Any, spec: Any) -> list[str]:
+    """What is wrong with the arguments of a layer."""
+    problems = []
+    if not isinstance(config, MoEConfig):
+        problems.append(f"config is a {type(config).__name__}, but it must be an fmoe.MoEConfig.")
+    if spec is not None and not isinstance(spec, ShardingSpec):
+        problems.append(f"spec is a {type(spec).__name__}, but it must be an fmoe.ShardingSpec(mesh, plan=...).")
+    elif spec is not None and spec.mesh.world == 1 and not is_up():
+        problems.append(
+            "spec= is given, whose parameters are DTensors, but torch.distributed is not started: call "
+            "torch.distributed.init_process_group first, or leave spec= out."
+        )
+    return problems
 
 
 def _named(leaves: Any) -> dict[str, Tensor]:

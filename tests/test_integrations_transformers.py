@@ -323,6 +323,11 @@ def test_a_model_without_the_interface():
         "use: LlamaForCausalLM has no experts that go through transformers' ExpertsInterface: its MoE, if it has one, "
         "is code of its own. Build the layer with fmoe.MoE instead."
     )
+    with pytest.raises(ValueError) as caught:
+        hf.use(torch.nn.Sequential(model_of("Mixtral")))
+    assert str(caught.value) == (
+        "use: model is a Sequential, but it must be a transformers.PreTrainedModel, before it is wrapped."
+    )
 
 
 def test_weights_that_cannot_be_served():

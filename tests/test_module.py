@@ -110,6 +110,17 @@ def test_what_it_refuses():
             lambda: fmoe.MoE(CONFIG)(rand(3, 6, dtype=torch.float32), nois=None),
             "moe: gate() got an unexpected keyword argument 'nois'",
         ),
+        (
+            lambda: fmoe.MoE(4, fmoe.make_mesh(4)),
+            "MoE: 2 arguments do not fit.\n"
+            "  config is a int, but it must be an fmoe.MoEConfig.\n"
+            "  spec is a Mesh, but it must be an fmoe.ShardingSpec(mesh, plan=...).",
+        ),
+        (
+            lambda: fmoe.MoE(CONFIG, fmoe.ShardingSpec(fmoe.make_mesh(CONFIG.num_experts))),
+            "MoE: spec= is given, whose parameters are DTensors, but torch.distributed is not started: call "
+            "torch.distributed.init_process_group first, or leave spec= out.",
+        ),
     ):
         with pytest.raises((ValueError, TypeError)) as caught:
             make()

@@ -86,6 +86,44 @@ def test_parts_are_cut_as_tutel_cuts_them(tmp_path):
     assert torch.equal(one["experts.W_fc2"], flat["experts.W_fc2"].view(E, M * 5)[1, 8:16])
 
 
+def test_llama_parts_that_several_sizes_have(tmp_path):
+    """Filling is not told from weights where as many ranks as M has numbers share an expert."""
+
+    def layer(m: int, h: int) -> tutel.MOELayer:
+        experts = {"type": "llama_ffn", "num_experts_per_device": 1, "hidden_size_per_expert": h}
+        return tutel.moe_layer({"type": "top"}, m, experts)
+
+    for m in range(1, 6):
+        for h in range(1, 6):
+            for ranks in range(1, 8):
+                state, path = layer(m, h).state_dict(), str(tmp_path / f"{m}.{h}.{ranks}.{{rank}}")
+                checkpoint.write(state, path, ranks=ranks)
+                other = layer(m, h)
+                checkpoint.load(other, path)
+                assert same(other.state_dict(), state)
+                held = -(-m * h // ranks) * ranks
+                if sum(-(-m * n // ranks) * ranks == held for n in range(1, held + 1)) == 1:
+                    assert same(checkpoint.read(path), state)
+                else:
+                    assert refused(checkpoint.read, path).startswith("read: 3 arguments do not fit.\n  experts.W_fc1 ")
+    path = str(tmp_path / "2.3.4.{rank}")
+    assert refused(checkpoint.read, path) == "read: 3 arguments do not fit." + "".join(
+        f"\n  experts.W_fc{i} of 4 ranks is f32[2]: an expert has any of 6 to 8 numbers, as the last of its 4 "
+        "parts may end in filling. checkpoint.load goes by the model; read needs files of fewer ranks."
+        for i in (1, 2, 3)
+    )
+    assert refused(checkpoint.load, layer(2, 5), path) == "read: 3 arguments do not fit." + "".join(
+        f"\n  experts.W_fc{i} of 4 ranks is f32[2], but no 4 such parts are those of M*H=10 numbers." for i in (1, 2, 3)
+    )
+    for rank in range(4):
+        file = path.replace("{rank}", str(rank))
+        torch.save(torch.load(file) | {"gates.0.wg.weight": torch.ones(1, 9)}, file)
+    assert refused(checkpoint.read, path) == "read: 3 arguments do not fit." + "".join(
+        f"\n  experts.W_fc{i} of 4 ranks is f32[2], but no 4 such parts are those of a multiple of M=9 numbers."
+        for i in (1, 2, 3)
+    )
+
+
 def test_swin_files(tmp_path):
     state = model("ffn").state_dict()
     path = str(tmp_path / "ckpt_epoch_9.pth")
@@ -217,7 +255,9 @@ def test_files_that_do_not_fit_each_other(tmp_path):
     assert refused(checkpoint.read, tmp_path / "a{size}.{rank}") == (
         f"read: {tmp_path}/a{{size}}.{{rank}} is there for 1, 2 ranks: give ranks=."
     )
-    assert refused(checkpoint.read, tmp_path / "none.pt") == f"read: there is no file {tmp_path}/none.pt.rank0."
+    assert refused(checkpoint.read, tmp_path / "none.pt") == (
+        f"read: there is no file {tmp_path}/none.pt, and no {tmp_path}/none.pt.rank0 of several ranks."
+    )
 
 
 def test_a_wrong_shape_is_never_reshaped(tmp_path):

@@ -46,6 +46,14 @@ class Case:
         shapes = {f"experts.{name}": shape for name, shape in shapes.items()} | {"gates.0.wg.weight": (e, M)}
         return {name: torch.randn(shape, generator=gen, dtype=torch.float64) for name, shape in shapes.items()}
 
+    def make(self, group) -> tutel.MOELayer:
+        """This rank's layer."""
+        count = self.experts // self.world or -(self.world // self.experts)
+        experts: dict = {"type": self.kind, "num_experts_per_device": count, **self.options}
+        experts |= {"module": Tanh, "seen": []} if self.kind == "custom" else {"hidden_size_per_expert": H}
+        gate = {"type": "top", "k": 2, "capacity_factor": self.factor}
+        return tutel.moe_layer(gate_type=gate, model_dim=M, experts=experts, group=group, **self.layer)
+
     def tokens(self, rank: int) -> torch.Tensor:
         """A rank's own, of which there are more on later ranks."""
         return torch.randn(5 + rank, M, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
@@ -92,11 +100,7 @@ CASES = [
 
 def run(case: Case, group) -> dict:
     """One call and its gradients on this rank."""
-    count = case.experts // case.world or -(case.world // case.experts)
-    experts: dict = {"type": case.kind, "num_experts_per_device": count, **case.options}
-    experts |= {"module": Tanh, "seen": []} if case.kind == "custom" else {"hidden_size_per_expert": H}
-    gate = {"type": "top", "k": 2, "capacity_factor": case.factor}
-    layer = tutel.moe_layer(gate_type=gate, model_dim=M, experts=experts, group=group, **case.layer)
+    layer = case.make(group)
     tutel.checkpoint.load(layer, case.state())
     x = case.tokens(dist.get_rank(group)).requires_grad_(True)
     y = layer(x, **case.call)

@@ -71,6 +71,14 @@ def use(model: Any) -> Any:
         >>> model(torch.tensor([[1, 2]])).logits.shape
         torch.Size([1, 2, 16])
     """
+    if not hasattr(model, "set_experts_implementation"):
+        refuse(
+            "use",
+            [
+                f"model is a {type(model).__name__}, but it must be a transformers.PreTrainedModel, before it is "
+                "wrapped."
+            ],
+        )
     found = [module for module in model.modules() if _goes_through(module)]
     if not found:
         refuse(

@@ -37,7 +37,8 @@ dicts of arguments                  emptied                                     
 overlap degree                      up to 32, on GPUs                            the next of 1, 2, 4, 8 below
 ``use_2dh``                         needs LOCAL_SIZE, and all ranks              used where torchrun tells of several
                                                                                  nodes; changes no result
-``parallel_type="auto"``            r = 1                                        fmoe's planner chooses
+``parallel_type="auto"``            r = 1                                        the plan with the least predicted
+                                                                                 time for even loads
 ``megablocks_size``                 block-sparse inference on one GPU            not needed: rows are not padded
 random activations (dropout)        drawn for padded slots                       drawn for the rows there are
 custom gates and experts            as here                                      as here; experts of several ranks

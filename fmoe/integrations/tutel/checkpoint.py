@@ -14,11 +14,8 @@ does not fit is an error, never a reshape.
 
 from __future__ import annotations
 
-import glob
 import os
-import pickle
-import re
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,7 +23,22 @@ from torch import Tensor
 from ..._errors import is_whole, refuse
 from ..._typing import type_text
 from ...values import ExpertParams, MoEParams, RouterParams
-from .layout import COUNT, FFN, LLAMA, Layer, State, divides, joined, layers_of, part_of, prefixes_of, shape_problems
+from .experts import LlamaFFNNetwork
+from .files import files_of, load_file, named
+from .layout import (
+    COUNT,
+    FFN,
+    LLAMA,
+    Layer,
+    State,
+    divides,
+    joined,
+    layers_of,
+    part_of,
+    prefixes_of,
+    shape_problems,
+    width_of,
+)  # fmt: skip
 from .moe import MOELayer
 
 __all__ = ["load", "moe_params", "moe_state", "read", "write"]
@@ -61,11 +73,15 @@ def read(path: str | os.PathLike[str], *, ranks: int | None = None, num_experts:
         >>> all(torch.equal(state[key], entry) for key, entry in layer.state_dict().items())
         True
     """
-    path = os.fspath(path)
-    files, master = _files(path, ranks)
-    states = [_load(file) for file in files]
+    return _read(os.fspath(path), ranks, num_experts, {})
+
+
+def _read(path: str, ranks: int | None, num_experts: int | None, sizes: Mapping[str, int]) -> State:
+    """`read`; sizes are M*H of llama's experts by prefix, where a model tells."""
+    files, master = files_of(path, ranks)
+    states = [load_file(file) for file in files]
     if master is not None:
-        rest = _load(master)
+        rest = load_file(master)
         twice = sorted(set(rest) & set(states[0]))
         refuse("read", [f"{key} is both in {files[0]} and in {master}." for key in twice])
         states = [{**state, **rest} for state in states]
@@ -86,24 +102,14 @@ def read(path: str | os.PathLike[str], *, ranks: int | None = None, num_experts:
         for name in layer.names(whole) if len(states) > 1 else ():
             parts = [state[layer.key(name)] for state in states]
             try:
-                whole[layer.key(name)] = joined(layer, name, parts, _width(layer, name, states))
+                width = width_of(layer, name, states[0], len(states), sizes.get(layer.prefix))
+                whole[layer.key(name)] = joined(layer, name, parts, width)
             except ValueError as error:
                 problems.append(str(error))
         whole[layer.prefix + COUNT] = torch.tensor(layer.experts)
     refuse("read", problems)
     refuse("read", [text for layer in layers for text in shape_problems(layer, whole)])
     return whole
-
-
-def _width(layer: Layer, name: str, states: list[State]) -> int | None:
-    """How much of an entry that ranks share is no filling."""
-    if name == "batched_fc2_bias":
-        fc2 = states[0].get(layer.key("batched_fc2_w"))
-        return None if fc2 is None else int(fc2.shape[-1])
-    if name in LLAMA and layer.dim is not None:
-        held = int(states[0][layer.key(name)].shape[0]) * len(states) // layer.experts
-        return held // layer.dim * layer.dim
-    return None
 
 
 def write(state: State, path: str | os.PathLike[str], *, ranks: int | None = None) -> list[str]:
@@ -138,7 +144,7 @@ def write(state: State, path: str | os.PathLike[str], *, ranks: int | None = Non
         return [path]
     parts = [_part(state, rank, ranks) for rank in range(ranks)]
     if pattern:
-        files = [_named(path, rank, ranks) for rank in range(ranks)]
+        files = [named(path, rank, ranks) for rank in range(ranks)]
         for file, part in zip(files, parts, strict=True):
             os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
             torch.save(part, file)
@@ -177,7 +183,8 @@ def load(model: torch.nn.Module, source: str | os.PathLike[str] | State, *, rank
         state = source
     else:
         counts = {module.num_global_experts for module in modules.values()}
-        state = read(source, ranks=ranks, num_experts=counts.pop() if len(counts) == 1 else None)
+        sizes = {p: m.experts.size for p, m in modules.items() if isinstance(m.experts, LlamaFFNNetwork)}
+        state = _read(os.fspath(source), ranks, counts.pop() if len(counts) == 1 else None, sizes)
     own, held = model.state_dict(), dict(state)
     for prefix, module in modules.items():
         count = int(held.setdefault(prefix + COUNT, own[prefix + COUNT]))
@@ -213,7 +220,8 @@ def moe_params(state: State, prefix: str = "", *, gate: int = 0) -> MoEParams:
         gate: which of the layer's gates.
 
     Returns:
-        The parameters: views of the state's tensors where the layout allows.
+        The parameters: views of the state's tensors where the layout allows. Their config has the layer's activation,
+        which Tutel's default is ``"relu"``, of llama_ffn ``"swiglu"``, and ``TopK(k)`` or ``Cosine(k)``.
 
     Raises:
         ValueError: if the state lacks an entry, or the gate or the experts have no counterpart.
@@ -310,68 +318,7 @@ def moe_state(params: MoEParams, prefix: str = "") -> State:
     return {prefix + key: entry.detach().contiguous() for key, entry in state.items()}
 
 
-# --- files --------------------------------------------------------------------------------------------------------
-
-
-def _named(pattern: str, rank: int | str, size: int | str) -> str:
-    return pattern.replace("{rank}", str(rank)).replace("{size}", str(size))
-
-
-def _files(path: str, ranks: int | None) -> tuple[list[str], str | None]:
-    """The files by rank, and Swin-MoE's master."""
-    if ranks is not None and not is_whole(ranks, 1):
-        refuse("read", [f"ranks={ranks!r}, but it must be a whole number of at least 1, or None."])
-    if "{rank}" not in path:
-        single = next((file for file in (path, f"{path}.global") if os.path.isfile(file)), None)
-        if single is not None:
-            return [single], None
-        files = _by_rank(f"{path}.rank{{rank}}", ranks)
-        master = f"{path}.master"
-        return files, master if os.path.isfile(master) else None
-    return _by_rank(path, ranks), None
-
-
-def _by_rank(pattern: str, ranks: int | None) -> list[str]:
-    if ranks is None:
-        found = _found(pattern)
-        sizes = {size for _, size in found}
-        if len(sizes) > 1:
-            refuse("read", [f"{pattern} is there for {', '.join(map(str, sorted(sizes)))} ranks: give ranks=."])
-        ranks = sizes.pop() if sizes and "{size}" in pattern else 1 + max((rank for rank, _ in found), default=0)
-    files = [_named(pattern, rank, ranks) for rank in range(ranks)]
-    missing = [file for file in files if not os.path.isfile(file)]
-    refuse("read", [f"there is no file {file}." for file in missing])
-    return files
-
-
-def _found(pattern: str) -> list[tuple[int, int]]:
-    """(rank, size) of every file of a pattern; size 0 where the pattern has none."""
-    wanted = re.escape(pattern).replace(re.escape("{rank}"), "(?P<rank>[0-9]+)", 1)
-    wanted = wanted.replace(re.escape("{size}"), "(?P<size>[0-9]+)", 1)
-    wanted = wanted.replace(re.escape("{rank}"), "(?P=rank)").replace(re.escape("{size}"), "(?P=size)")
-    found = []
-    for file in glob.glob(_named(glob.escape(pattern), "*", "*")):
-        match = re.fullmatch(wanted, file)
-        if match is not None:
-            found.append((int(match["rank"]), int(match.groupdict().get("size") or 0)))
-    return found
-
-
-def _load(file: str) -> State:
-    try:
-        held: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
-        raise ValueError(
-            f"read: {file} holds more than tensors{f' ({what[1]})' if what else ''}, and no pickled object is made of "
-            "a file. Save its state dict alone where it was written: torch.save(model.state_dict(), path)."
-        ) from error
-    if isinstance(held, dict) and isinstance(held.get("model"), dict):
-        held = held["model"]
-    wrong = [str(k) for k, v in held.items() if not isinstance(v, Tensor)] if isinstance(held, dict) else ["it"]
-    refuse("read", [f"{file}: {key} is no tensor, but a checkpoint is a dict of tensors." for key in wrong])
-    state: State = held
-    return state
+# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def _part(state: State, rank: int, world: int) -> State:

@@ -38,6 +38,11 @@ _PLAIN: dict[Any, str] = {nnf.relu: "relu", torch.relu: "relu", nnf.gelu: "gelu"
 _GATED: dict[Any, str] = {nnf.silu: "swiglu", nnf.gelu: "geglu"}
 
 
+def _name_of(fn: Any, names: dict[Any, str]) -> str | None:
+    """By identity: a callable object of the user's may have no hash, or an equality of its own."""
+    return next((name for known, name in names.items() if known is fn), None)
+
+
 class Experts(torch.nn.Module):
     """What `FusedExpertsNetwork` and `LlamaFFNNetwork` share.
 
@@ -118,7 +123,7 @@ class FusedExpertsNetwork(Experts):
         cut = -(-self.output_dim // shards)
         self.register_parameter("batched_fc2_bias", torch.nn.Parameter(torch.empty(n, cut)) if has_fc2_bias else None)
         self.activation_fn, self.activation_fn_with_self = activation_fn or nnf.relu, activation_fn_with_self
-        self.activation = None if activation_fn_with_self is not None else _PLAIN.get(self.activation_fn)
+        self.activation = None if activation_fn_with_self is not None else _name_of(self.activation_fn, _PLAIN)
         self.gated = False
         self.reset_parameters()
 
@@ -178,11 +183,12 @@ class LlamaFFNNetwork(Experts):
         super().__init__()
         self.ranks, self.output_dim, self.hidden_size_per_expert = ranks, model_dim, hidden_size_per_expert
         self.whole = (num_experts_per_device, model_dim, hidden_size_per_expert)
+        self.size = model_dim * hidden_size_per_expert
         part = -(-num_experts_per_device * model_dim * hidden_size_per_expert // ranks.mesh.shard)
         for name in ("W_fc1", "W_fc2", "W_fc3"):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(part)))
         self.activation_fn = activation_fn or nnf.silu
-        self.activation, self.gated = _GATED.get(self.activation_fn), True
+        self.activation, self.gated = _name_of(self.activation_fn, _GATED), True
         self.reset_parameters()
 
     @torch.no_grad()

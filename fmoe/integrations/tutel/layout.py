@@ -144,6 +144,41 @@ def shape_problems(layer: Layer, state: State) -> list[str]:
     return problems
 
 
+def width_of(layer: Layer, name: str, part: State, world: int, size: int | None) -> int | None:
+    """How much of an expert's entry, which ranks share, is no filling: O of fc2's bias, M*H of llama's.
+
+    Args:
+        layer: whose it is.
+        name: of the entry.
+        part: the state of one rank.
+        world: how many there are.
+        size: M*H, where a model tells; None to find the one multiple of M that has such parts.
+
+    Returns:
+        The width; None where nothing is filled.
+
+    Raises:
+        ValueError: if no size has such parts, or several have.
+    """
+    if name == "batched_fc2_bias":
+        fc2 = part.get(layer.key("batched_fc2_w"))
+        return None if fc2 is None else int(fc2.shape[-1])
+    if name not in LLAMA or world <= layer.experts:
+        return None
+    shards, tensor, step = world // layer.experts, part[layer.key(name)], layer.dim or 1
+    held, here = tensor.numel() * shards, f"{layer.key(name)} of {world} ranks is {type_text(tensor)}"
+    fits = [n for n in range(max(1, held - shards + 1), held + 1) if n % step == 0 and size in (None, n)]
+    if not fits:
+        want = f"M*H={size}" if size is not None else f"a multiple of M={step}"
+        raise ValueError(f"{here}, but no {shards} such parts are those of {want} numbers.")
+    if len(fits) > 1:
+        raise ValueError(
+            f"{here}: an expert has any of {fits[0]} to {fits[-1]} numbers, as the last of its {shards} parts may end "
+            "in filling. checkpoint.load goes by the model; read needs files of fewer ranks."
+        )
+    return fits[0]
+
+
 def joined(layer: Layer, name: str, parts: Sequence[Tensor], width: int | None) -> Tensor:
     """The whole of an entry, from the parts of all ranks.
 

@@ -47,7 +47,9 @@ class MOELayer(torch.nn.Module):
         normalize_gate: whether the weights of a token add up to 1 (for k > 1).
         is_gshard_loss: whether ``l_aux`` is GShard's loss; otherwise the importance and load losses.
         parallel_type: ``"adaptive:r"`` (0 gathers the weights, r splits an expert over r ranks), ``"data"`` (r=1),
-            ``"model"`` (all ranks of an expert) or ``"auto"``: fmoe's planner chooses.
+            ``"model"`` (all ranks of an expert) or ``"auto"``: the plan with the least predicted time for even
+            loads. It learns from no load and no time, as a call changes no plan, which recomputation relies on;
+            for one that learns, take `checkpoint.moe_params` to `fmoe.auto`.
         use_2dh: whether to exchange inside nodes first, where there are several.
         **kwargs: none; an unknown argument is refused by name.
 
@@ -102,6 +104,7 @@ class MOELayer(torch.nn.Module):
         num_experts, self.sharded_count = split_of(count, world_of(group))
         self.ranks = Ranks(group, num_experts)
         self.num_local_experts = max(1, num_experts // self.ranks.world)
+        self.num_global_experts = num_experts  # the buffer is for files: reading it would wait for the device
         self.register_buffer("_num_global_experts", torch.tensor(num_experts))
         self.valid_rs = [0] + [r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0]
         self.adaptive_degree, self.auto_parallel = self._degree(parallel_type)
@@ -135,11 +138,6 @@ class MOELayer(torch.nn.Module):
             4
         """
         return split_of(num_local_experts, world_of(group))[0]
-
-    @property
-    def num_global_experts(self) -> int:
-        """E."""
-        return int(self._num_global_experts)
 
     @property
     def group(self) -> Any:
@@ -242,7 +240,7 @@ class MOELayer(torch.nn.Module):
     def _expert_rows(self, h: Tensor, routed: Routed, features: tuple[int, ...]) -> Tensor:
         tokens, k = routed.experts.shape
         if not self.is_postscore:
-            h = (h.unsqueeze(1) * routed.weights.unsqueeze(2)).to(h.dtype).reshape(tokens * k, -1)
+            h = (h.unsqueeze(1) * routed.weights.unsqueeze(2)).to(h.dtype).flatten(0, 1)
             routed = routed.repeated()
         if isinstance(self.experts, Experts):
             if self._runner is None:
@@ -259,11 +257,17 @@ class MOELayer(torch.nn.Module):
             y = apply_custom(self, h, routed, features)
         return y if self.is_postscore else y.unflatten(0, (tokens, k)).sum(1)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        with torch.no_grad():
+            self._num_global_experts.fill_(self.num_global_experts)  # to_empty leaves any number there
+        return self
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        own, errors = self._num_global_experts, rest[-1]
-        count = int(state_dict.setdefault(f"{prefix}_num_global_experts", own))
-        if count != int(own):
-            errors.append(f"{prefix}_num_global_experts is {count}, but the layer has {int(own)} experts.")
+        own, errors = self.num_global_experts, rest[-1]
+        count = int(state_dict.setdefault(f"{prefix}_num_global_experts", torch.tensor(own)))
+        if count != own:
+            errors.append(f"{prefix}_num_global_experts is {count}, but the layer has {own} experts.")
         for name, p in self.experts.named_parameters():
             entry = state_dict.get(f"{prefix}experts.{name}", p)
             if entry.shape != p.shape:

@@ -51,6 +51,26 @@ class Ranks:
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            refuse(
+                "moe_layer",
+                ["a layer on a group= cannot be pickled, as a process group lives in this run alone: save its "
+                 "state_dict(), and load that into a layer made on the group."],
+            )  # fmt: skip
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        here = (dist.get_rank(), dist.get_world_size()) if is_up() else (self.rank, self.world)
+        if self.world > 1 and here != (self.rank, self.world):
+            refuse(
+                "moe_layer",
+                [f"the pickled layer holds the experts of rank {self.rank} of {self.world}, but this is rank {here[0]} "
+                 f"of {here[1]}: make the layer here, and load files of all ranks by "
+                 "fmoe.integrations.tutel.checkpoint.load."],
+            )  # fmt: skip
+
     def active(self) -> AbstractContextManager[None]:
         """A context in which a mesh's ranks are these."""
         return within(self.group)
