@@ -15,7 +15,7 @@ import replan
 from cluster_net import why_not
 
 LACKING = why_not()
-WITHIN = planner.REPEATS * (1 + planner.TRIALS)
+WITHIN = planner.CHANGED_STEPS + planner.REPEATS * planner.TRIALS
 
 
 @pytest.mark.skipif(bool(LACKING), reason=f"hosts are network namespaces: {LACKING}")

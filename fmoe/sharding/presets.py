@@ -18,14 +18,15 @@ _SHEETS = "vendors' data sheets (dense, not sparse, figures)"
 def _link(alpha: float, gather: float, swap: float, peer: float) -> dict[str, tuple[Segment, ...]]:
     """Segments of a level, from microseconds and GB/s of gathers and exchanges.
 
-    NCCL moves small messages by protocols of a third of the start-up time and half of the bandwidth.
+    NCCL moves small messages by protocols of a third of the start-up time and half of the bandwidth, up to the
+    size from which the other one is faster.
     """
     made: dict[str, tuple[Segment, ...]] = {}
     for name in COLLECTIVES:
         speed = (swap if name == "all_to_all" else gather) * 1e9
         each = peer * 1e-6 if name == "all_to_all" else 0.0
         made[name] = (
-            Segment(2.0**18, alpha / 3 * 1e-6, speed / 2, each),
+            Segment(2 / 3 * alpha * 1e-6 * speed, alpha / 3 * 1e-6, speed / 2, each),
             Segment(math.inf, alpha * 1e-6, speed, each),
         )
     return made
