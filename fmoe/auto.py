@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ._errors import SpecError
+from ._recent import Recent
 from .functional.combine import combine
 from .functional.dispatch import dispatch
 from .functional.experts import expert_apply
@@ -33,29 +33,7 @@ from .text import explanation_text
 from .trace import Call, runs_under_spec
 from .values import Aux, MoEParams, RouterParams, Routing
 
-V = TypeVar("V")
 _AGREED_AT_ONCE = 16
-
-
-class Recent(OrderedDict[Any, V]):
-    """A dict that keeps the entries used last."""
-
-    size = 256
-
-    def find(self, key: Any, make: Callable[[], V]) -> V:
-        """The entry of a key; made if there is none."""
-        if key in self:
-            self.move_to_end(key)
-        else:
-            self[key] = make()
-            if len(self) > self.size:
-                self.popitem(last=False)
-        return self[key]
-
-    def replace(self, key: Any, entry: V) -> None:
-        """Puts an entry in the place of what the key had."""
-        self.pop(key, None)
-        self.find(key, lambda: entry)
 
 
 class Auto:

@@ -17,6 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "_autocast",
     "_errors",
+    "_recent",
     "_typing",
     "_axes",
     "_value",
@@ -42,7 +43,6 @@ LAYERS = [
     "sweep_report",
     "sweep",
     "transforms",
-    "integrations",
     "__init__",
     "__main__",
 ]

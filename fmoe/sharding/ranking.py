@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._recent import Recent
 from .cost import Load, Price, price
 from .lower import lower
 from .plan import Plan
@@ -71,8 +71,8 @@ class Model:
     candidates: tuple[Plan, ...]
     tokens: int | None = None
     agree: Agree | None = None
-    _programs: OrderedDict[Any, Any] = field(default_factory=OrderedDict, compare=False, repr=False)
-    _prices: OrderedDict[Bucket, dict[Any, Any]] = field(default_factory=OrderedDict, compare=False, repr=False)
+    _programs: Recent[Any] = field(default_factory=lambda: Recent(_KEPT_PROGRAMS), compare=False, repr=False)
+    _prices: Recent[dict[Any, Any]] = field(default_factory=lambda: Recent(_KEPT_KINDS), compare=False, repr=False)
     _steps: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -140,7 +140,7 @@ class Model:
         return self.limit is None or self.price(assignment, load).memory <= self.limit
 
     def _known(self, load: Bucket) -> dict[Any, Any]:
-        return _recent(self._prices, load, dict, _KEPT_KINDS)
+        return self._prices.find(load, dict)
 
     def _rank(self, load: Bucket) -> list[tuple[Assignment, Price]]:
         uniform, limit = self.uniform, self.limit
@@ -193,15 +193,4 @@ class Model:
     def _lowered(self, assignment: Assignment) -> Any:
         t = self.traced
         args = (t.program, t.layers, t.captured.roles, self.spec.mesh, dict(assignment), self.widths, self._steps)
-        return _recent(self._programs, assignment, lambda: lower(*args), _KEPT_PROGRAMS)
-
-
-def _recent(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any], size: int) -> Any:
-    """The entry of a key, made if there is none; only the `size` used last are kept."""
-    if key in kept:
-        kept.move_to_end(key)
-    else:
-        kept[key] = make()
-        if len(kept) > size:
-            kept.popitem(last=False)
-    return kept[key]
+        return self._programs.find(assignment, lambda: lower(*args))
