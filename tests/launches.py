@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fmoe.ops import OPS
+from fmoe.ops.activations import form_of
 from fmoe.ops.kernels import choice, cuda_ffn, cuda_gemm, cuda_routing, cuda_rows
 from fmoe.ops.kernels.launch import launch as real_launch
 
@@ -209,7 +210,7 @@ def whole_layer(
     device: str = "meta",
 ) -> None:
     """Routing and both passes of a layer through the GPU kernels of the operations, on tensors without data."""
-    wide = hidden * (2 if activation == "swiglu" else 1)
+    wide = hidden * (2 if form_of(activation).gated else 1)
 
     def real(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import ACTIVATIONS
 from .choice import Target, target
-from .cuda_gemm import Pass, function_of, weights_product
+from .cuda_gemm import Pass, activation_constants, weights_product
 from .launch import cdiv, launch, unit_rows
 
 
@@ -65,15 +64,14 @@ def ffn_cuda(
     to, _ = _target(x, w, w_in, b_in, w_out, b_out)
     if to is None or 0 in (*w_in.shape, *w_out.shape):
         return NotImplemented
-    rows, gated = order.shape[0], ACTIVATIONS[activation].gated
+    rows = order.shape[0]
     z = x.new_empty(rows if keep else 0, w_in.shape[2])
     if not rows:
         return x.new_zeros(x.shape[0], w_out.shape[2]), z
     order = order.contiguous()
     over = Pass.over(to, groups, rows, w_in.shape[0])
-    h = over.product(
-        x, w_in, b_in, order=order, choices=w.shape[1], activation=activation, gated=gated, z=z if keep else None
-    )
+    source: dict[str, Any] = {"order": order, "choices": w.shape[1]}
+    h = over.product(x, w_in, b_in, activation=activation, z=z if keep else None, **source)
     return over.to_tokens(h, w_out, b_out, index, order, w), z
 
 
@@ -158,7 +156,7 @@ def _through_down(
     launch(
         "backward.down_back", (over.num_tiles * columns,), grad, w_out, z, w, dz, wh, dots, order, over.tiles,
         inner, hidden, *common, stride_e, stride_m, stride_h, parts,
-        ACT=function_of(activation), GATED=ACTIVATIONS[activation].gated, SAVE_H=save_h, SUB=blocks.sub,
+        SAVE_H=save_h, SUB=blocks.sub, **activation_constants(activation),
         **over.constants(blocks, inner),
     )  # fmt: skip
     if b_out is not None:
