@@ -37,32 +37,56 @@ def test_in_the_interpreter():
 
 
 def sources() -> dict[launches.Source, launches.Launch]:
-    """Every kernel in every configuration of the table, specialised, with a launch that needs it."""
+    """Every kernel, and every configuration of the table, for every architecture, with a launch that needs it.
+
+    Each once, in the variant with most in it: bias, weights, gathers, halves that take turns, the GELU. Besides,
+    in the large blocks of 16 bit: gates without turns, and rows times matrices that are transposed.
+    """
     seen: dict[launches.Source, launches.Launch] = {}
     kept = torch.backends.cuda.matmul.fp32_precision
     try:
         for arch in ARCHITECTURES:
             with launches.recorded(arch) as got:
                 for tokens in (2048, 512):  # 512 and 128 rows an expert: many and few
-                    launches.whole_layer(torch.bfloat16, tokens, 2048, 768, 32, 8)
-                    launches.whole_layer(torch.bfloat16, tokens, 2048, 768, 32, 8, "gelu", tokens == 2048)
+                    for activation in ("geglu.interleaved", "geglu", "gelu"):
+                        launches.whole_layer(torch.bfloat16, tokens, 2048, 768, 32, 8, activation, bias=True)
+                launches.whole_layer(torch.bfloat16, 2048 * 8, 2048, 768, 32, 1, bias=True)
                 launches.single_operations(torch.bfloat16, 2048, 2048, 768, 32, 8)
-                launches.whole_layer(torch.bfloat16, 2048 * 8, 2048, 768, 32, 1)
                 if arch == "sm_90":  # only beside torch's own grouped matmul
                     launches.single_operations(torch.bfloat16, 8192, 2048, 768, 32, 8)
-                fp32 = len(got)
                 for precision in ("tf32", "ieee"):
                     torch.backends.cuda.matmul.fp32_precision = precision
-                    launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8)
-                    launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8, "gelu")
-            # in fp32 the first of each matmul
-            matmuls = {(table_kernel(each), kind_of(each)): each for each in reversed(got[fp32:]) if table_kernel(each)}
-            for launch in [*got[:fp32], *matmuls.values()]:
-                seen.setdefault(launches.specialised(launch, arch), launch)
+                    for activation in ("geglu.interleaved", "gelu"):
+                        launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8, activation, bias=True)
+            most: dict[tuple, launches.Launch] = {}
+            for launch in got:
+                key = variant(launch)
+                if key not in most or parts_of(launch) > parts_of(most[key]):
+                    most[key] = launch
+            seen |= {launches.specialised(launch, arch): launch for launch in most.values()}
     finally:
         torch.backends.cuda.matmul.fp32_precision = kept
-    # an ungated activation has a backward of less work in the same blocks: once is enough
-    return {source: launch for source, launch in seen.items() if not is_further_slope(launch)}
+    return seen
+
+
+def variant(launch) -> tuple:
+    """What is compiled once."""
+    kernel, c = table_kernel(launch), launch.constants
+    if kernel is None:
+        return (launch.where,)
+    special = None
+    if kind_of(launch) == "16" and c["BLOCK_M"] == 128:
+        special = c["INTERLEAVED"] if "GATED" in c and c["GATED"] else kernel == "rows" and launch.args[1].stride(2) != 1
+    return kernel, kind_of(launch), blocks_of(launch), special
+
+
+def parts_of(launch) -> int:
+    return sum(value is True for value in launch.constants.values())
+
+
+def blocks_of(launch) -> choice.Blocks:
+    c = launch.constants
+    return choice.Blocks(c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], launch.warps, launch.stages, c.get("SUB", 1))
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +97,6 @@ def code(tmp_path_factory):
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))  # nothing from an earlier run
         made = launches.compiled_all(list(seen))
     return [(source.arch, seen[source], made[source]) for source in seen]
-
-
-def is_further_slope(launch) -> bool:
-    few_or_fp32 = launch.constants.get("BLOCK_M") == 64
-    return launch.where == "backward.down_back" and few_or_fp32 and not launch.constants["GATED"]
 
 
 def table_kernel(launch) -> str | None:
@@ -101,11 +120,7 @@ def test_every_kernel_and_every_configuration_is_compiled(code):
         assert launched - there == ({"gemm.zero_gaps"} if arch != "sm_90" else set())
     for arch, launch, _ in code:
         if table_kernel(launch):
-            c = launch.constants
-            blocks = choice.Blocks(
-                c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], launch.warps, launch.stages, c.get("SUB", 1)
-            )
-            used.add((table_kernel(launch), kind_of(launch), arch, blocks))
+            used.add((table_kernel(launch), kind_of(launch), arch, blocks_of(launch)))
     assert used == {(*key, blocks) for key, pair in choice.TABLE.items() for blocks in pair}
 
 
@@ -131,7 +146,7 @@ def test_wide_loads_where_meant(code):
                 2 if table_kernel(launch) == "up" else 1
             )
             assert made.wide_loads >= 2 * tile // 16 // (32 * launch.warps), (arch, launch.where, c, made)
-        if launch.where in ("rows.combine_rows", "rows.expand_rows", "rows.row_dots"):
+        if launch.where in launches.WIDE_ROWS:
             assert made.wide_loads > 0, (arch, launch.where, c, made)
 
 
