@@ -40,7 +40,7 @@ def sources() -> dict[launches.Source, launches.Launch]:
     """Every kernel, and every configuration of the table, for every architecture, with a launch that needs it.
 
     Each once, in the variant with most in it: bias, weights, gathers, halves that take turns, the GELU. Besides,
-    in the large blocks of 16 bit: gates without turns, and rows times matrices that are transposed.
+    in the large blocks of 16 bit: two products for the halves, and rows times matrices that are transposed.
     """
     seen: dict[launches.Source, launches.Launch] = {}
     kept = torch.backends.cuda.matmul.fp32_precision
@@ -61,7 +61,7 @@ def sources() -> dict[launches.Source, launches.Launch]:
             most: dict[tuple, launches.Launch] = {}
             for launch in got:
                 key = variant(launch)
-                if key not in most or parts_of(launch) > parts_of(most[key]):
+                if key not in most or parts_of(launch) >= parts_of(most[key]):
                     most[key] = launch
             seen |= {launches.specialised(launch, arch): launch for launch in most.values()}
     finally:
@@ -76,7 +76,7 @@ def variant(launch) -> tuple:
         return (launch.where,)
     special = None
     if kind_of(launch) == "16" and c["BLOCK_M"] == 128:
-        special = c["INTERLEAVED"] if "GATED" in c and c["GATED"] else kernel == "rows" and launch.args[1].stride(2) != 1
+        special = {"up": c.get("INTERLEAVED"), "rows": launch.args[1].stride(-1) == 1}.get(kernel)
     return kernel, kind_of(launch), blocks_of(launch), special
 
 

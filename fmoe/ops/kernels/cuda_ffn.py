@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..grouped import is_transposed
 from .choice import Target, target
 from .cuda_gemm import Pass, activation_constants, weights_product
 from .launch import cdiv, launch, unit_rows
@@ -123,9 +124,9 @@ def ffn_backward_cuda(
     made = (
         lambda: over.to_tokens(dz, w_in.transpose(1, 2), None, index, order, None),
         made_w,
-        lambda: weights_product(to, x, dz, *spread, gathered="a", **source),
+        lambda: _matrices(w_in, to, x, dz, *spread, gathered="a", **source),
         lambda: _bias_sum(dz, w, *spread),
-        lambda: weights_product(to, wh, grad, *spread, gathered="b", **source),
+        lambda: _matrices(w_out, to, wh, grad, *spread, gathered="b", **source),
         lambda: _bias_sum(grad, w, *spread, order=order),
     )
     return tuple(make() if need else x.new_zeros(0) for make, need in zip(made, needs, strict=True))
@@ -165,6 +166,13 @@ def _through_down(
             inner, *common, parts, columns, BLOCK_M=16, BLOCK_D=128, warps=4,
         )  # fmt: skip
     return dz, wh, dots
+
+
+def _matrices(parameter: Tensor, to: Target, a: Tensor, b: Tensor, *spread: Any, gathered: str, **source: Any) -> Tensor:
+    """`weights_product`, in the parameter's order in memory."""
+    if not is_transposed(parameter):
+        return weights_product(to, a, b, *spread, gathered=gathered, **source)
+    return weights_product(to, b, a, *spread, gathered="b" if gathered == "a" else "a", **source).transpose(1, 2)
 
 
 def _bias_sum(
