@@ -356,8 +356,8 @@ def test_offsets_past_two_to_the_31(monkeypatch):
     m = torch.randn(2, 16, columns).half()
     launch(
         "gemm.rows_gemm", (columns // 16,), a, m, m, out, out, m, tiles.int(), tiles.int(), 16, columns, 1, 0, 1,
-        0, *m.stride(), GATHER=False, SCATTER=False, SCALE=False, ACT=3, GATED=False, INTERLEAVED=False, BIAS=False, SAVE_Z=False,
-        EVEN_K=True, PRECISION="ieee",
+        0, *m.stride(), GATHER=False, SCATTER=False, SCALE=False, ACT=3, GATED=False, INTERLEAVED=False, BIAS=False,
+        SAVE_Z=False, EVEN_K=True, PRECISION="ieee",
         UPCAST=False, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, GROUP_M=8,
     )  # fmt: skip
     oracle.assert_close(out[-3:], a[:3].double() @ m[1].double(), torch.float16)

@@ -15,7 +15,7 @@ import torch
 import fmoe
 from fmoe.ops import OPS
 from fmoe.ops.binding import binding, experts_binding
-from fmoe.ops.kernels import choice, steps
+from fmoe.ops.kernels import choice, cuda_routing, steps
 
 TESTS = pathlib.Path(__file__).parent
 ARCHITECTURES = list(choice.ARCHITECTURES.values())
@@ -268,6 +268,8 @@ def test_what_runs_and_why_not_the_other(monkeypatch):
     assert "not torch.grouped_mm: it takes dims in multiples of 8, not 12 and 16]" in bound(
         torch.bfloat16, 65536, 8, 16, 12
     )
+    clamped = experts_binding(cuda, torch.bfloat16, "swiglu_oss.interleaved", 1024, 8, 4096, 14336)
+    assert clamped == bound(torch.bfloat16, 1024, 8, 4096, 14336)
     monkeypatch.setattr(choice, "machine", lambda device: ("", "triton is not installed"))
     assert binding("ffn", cuda, torch.bfloat16) == "reference (triton is not installed)"
     assert bound(torch.bfloat16, 64, 8, 16, 16) == "reference (triton is not installed)"
@@ -311,6 +313,7 @@ def test_the_text_of_a_compiled_program_says_what_is_bound(monkeypatch):
     monkeypatch.setattr(fmoe.text, "_device", lambda planned: torch.device("cuda"))
     monkeypatch.setattr(choice, "machine", lambda device: ("sm_90", ""))
     text = planned.compile().as_text()
+    assert "= route[router=TopK(k=2) groups=1] x p.router.weight  -> triton.top_k, triton.assign_slots\n" in text
     assert "= dispatch[layout=ragged] x experts slots  -> triton.row_index\n" in text
     assert (
         "= combine tokens_1 weights  -> triton.ffn [sm_90 ieee; up 64x32x16; down 64x64x16; not torch.grouped_mm: "
@@ -322,6 +325,30 @@ def test_the_text_of_a_compiled_program_says_what_is_bound(monkeypatch):
     assert "= combine tokens_1 weights  -> reference (no kernel for f64)\n" in text
     monkeypatch.setattr(choice, "machine", lambda device: ("", "no kernels for sm_75"))
     assert "= combine tokens_1 weights  -> reference (no kernels for sm_75)\n" in planned.compile().as_text()
+
+
+def test_what_runs_the_routing(monkeypatch):
+    """On CPUs, and on GPUs with the limits of the kernels; of the operations that a router really calls."""
+
+    def bound(router, x=None, **arguments):
+        config = fmoe.MoEConfig(num_experts=4, model_dim=8, hidden_dim=16, router=router)
+        x = torch.ones(10, 8) if x is None else x
+        params = fmoe.init(config, seed=0).to(x.dtype)
+        traced = fmoe.trace(lambda p, x: fmoe.moe(p, x, config, **arguments)[0])(params, x)
+        text = fmoe.text.bound_text(traced.plan(fmoe.ShardingSpec(fmoe.make_mesh(4, world=1), plan="dp")))
+        return next(line.split(" -> ")[1] for line in text.split("\n") if "= route" in line)
+
+    assert bound(fmoe.TopK(2)) == "cpu.top_k, cpu.assign_slots"
+    monkeypatch.setattr(fmoe.text, "_device", lambda planned: torch.device("cuda"))
+    monkeypatch.setattr(choice, "machine", lambda device: ("sm_90", ""))
+    assert bound(fmoe.Sigmoid(2)) == "triton.top_k, triton.assign_slots"
+    assert bound(fmoe.Hash(1), token_ids=torch.arange(10)) == "triton.assign_slots"
+    sizes = "reference (no kernel for groups of different sizes)"
+    assert bound(fmoe.TopK(2), groups=(3, 7)) == f"triton.top_k, {sizes}"
+    wide = torch.ones(10, 8, dtype=torch.float64)
+    assert bound(fmoe.TopK(2), wide) == "reference (no kernel for f64), triton.assign_slots"
+    monkeypatch.setattr(cuda_routing, "MOST_EXPERTS", 3)
+    assert bound(fmoe.TopK(2)) == "reference (no kernel for 2 of 4, only up to 64 of 3), triton.assign_slots"
 
 
 def test_triton_is_not_imported_before_a_launch():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .activations import ACTIVATIONS
+from .activations import form_of
 from .differentiable import NAMESPACE
 from .kernels.choice import target, why_not_library
 from .kernels.cuda_routing import why_not_best, why_not_places
@@ -58,7 +58,7 @@ def experts_binding(
     to, _ = target(device, dtype) if bound.startswith("triton") else (None, "")
     if to is None:
         return bound
-    up = to.blocks("up" if ACTIVATIONS[activation].gated else "act", rows, experts)
+    up = to.blocks("up" if form_of(activation).gated else "act", rows, experts)
     down = to.blocks("rows", rows, experts)
     why = why_not_library(to, dtype, rows, experts, experts, hidden, model_dim)
     if biases and not why:

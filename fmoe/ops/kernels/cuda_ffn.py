@@ -168,7 +168,9 @@ def _through_down(
     return dz, wh, dots
 
 
-def _matrices(parameter: Tensor, to: Target, a: Tensor, b: Tensor, *spread: Any, gathered: str, **source: Any) -> Tensor:
+def _matrices(
+    parameter: Tensor, to: Target, a: Tensor, b: Tensor, *spread: Any, gathered: str, **source: Any
+) -> Tensor:
     """`weights_product`, in the parameter's order in memory."""
     if not is_transposed(parameter):
         return weights_product(to, a, b, *spread, gathered=gathered, **source)
@@ -182,9 +184,9 @@ def _bias_sum(
     width = a.shape[1]
     out = a.new_empty(experts, width)
     launch(
-        "backward.bias_sum", (experts * cdiv(width, 64),),
+        "backward.bias_sum", (experts * cdiv(width, 128),),
         a, w, out, groups if order is None else order, groups, written,
         rows, width, groups.shape[0], w.numel(), w.shape[1], a.stride(0), written.stride(0),
-        GATHER=order is not None, BLOCK_R=16, BLOCK_D=64, BLOCK_G=128, warps=4,
+        GATHER=order is not None, BLOCK_R=8, BLOCK_D=128, BLOCK_G=128, warps=4,
     )  # fmt: skip
     return out

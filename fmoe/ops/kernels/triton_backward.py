@@ -10,17 +10,26 @@ import triton
 import triton.language as tl
 
 from .triton_gemm import (
-    LIMIT, OSS, activate, find_tile, load_left, load_right, raised, row_weight, slope, source_row, turns,
-)  # fmt: skip
+    activate,
+    find_tile,
+    load_left,
+    load_right,
+    raised,
+    row_weight,
+    slope,
+    source_row,
+    through_raised,
+    turns,
+)
 
 
 @triton.jit
 def _through_activation(
     acc, z, dz, wh, weight, r, inside, first, hidden,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SAVE_H: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Columns of a tile from `first` on: stores dz and the weighted h, and returns ``sum_n acc * h``."""
+    WIDTH: tl.constexpr = acc.shape[1]
     row = r[:, None].to(tl.int64)
     n = first + tl.arange(0, WIDTH)
     stored = inside[:, None] & (n < hidden)[None, :]
@@ -28,7 +37,7 @@ def _through_activation(
         both = 2 * first + tl.arange(0, 2 * WIDTH)
         at = row * (2 * hidden) + both[None, :]
         stored_both = inside[:, None] & (both < 2 * hidden)[None, :]
-        gate, value = turns(tl.load(z + at, mask=stored_both, other=0.0).to(tl.float32), BLOCK_M, WIDTH)
+        gate, value = turns(tl.load(z + at, mask=stored_both, other=0.0).to(tl.float32))
     elif GATED:
         at = row * (2 * hidden) + n[None, :]
         gate = tl.load(z + at, mask=stored, other=0.0).to(tl.float32)
@@ -43,15 +52,13 @@ def _through_activation(
     dot = tl.sum(acc * h, 1)  # acc is 0 outside
     dh = acc * weight[:, None]
     if GATED:
-        dvalue = dh * opened
-        if ACT == OSS:
-            dvalue = tl.where(tl.abs(value) <= LIMIT, dvalue, 0.0)
+        dvalue = through_raised(value, dh * opened, ACT)
         if not INTERLEAVED:
             tl.store(dz + at + hidden, dvalue.to(dz.dtype.element_ty), mask=stored)
         dh *= raised(value, ACT)
     dh *= slope(gate, ACT)
     if INTERLEAVED:
-        made = tl.reshape(tl.join(dh, dvalue), (BLOCK_M, 2 * WIDTH))
+        made = tl.reshape(tl.join(dh, dvalue), (acc.shape[0], 2 * WIDTH))
         tl.store(dz + at, made.to(dz.dtype.element_ty), mask=stored_both)
     else:
         tl.store(dz + at, dh.to(dz.dtype.element_ty), mask=stored)
@@ -96,35 +103,25 @@ def down_back(
         w += BLOCK_K * stride_wk
     scale = row_weight(weight, order, r, inside, num_choices)
     PART: tl.constexpr = BLOCK_N // SUB
-    n0 = column * BLOCK_N
+    n = column * BLOCK_N
     if SUB == 1:
-        dot = _through_activation(
-            acc, z, dz, wh, scale, r, inside, n0, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-        )
+        dot = _through_activation(acc, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
     else:
         half, rest = _halves(acc, BLOCK_M, BLOCK_N)
         if SUB == 2:
-            dot = _through_activation(
-                half, z, dz, wh, scale, r, inside, n0, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-            )
-            dot += _through_activation(
-                rest, z, dz, wh, scale, r, inside, n0 + PART, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-            )
+            dot = _through_activation(half, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
+            n += PART
+            dot += _through_activation(rest, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
         else:
             part, other = _halves(half, BLOCK_M, BLOCK_N // 2)
-            dot = _through_activation(
-                part, z, dz, wh, scale, r, inside, n0, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-            )
-            dot += _through_activation(
-                other, z, dz, wh, scale, r, inside, n0 + PART, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-            )
+            dot = _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
+            n += PART
+            dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
             part, other = _halves(rest, BLOCK_M, BLOCK_N // 2)
-            dot += _through_activation(
-                part, z, dz, wh, scale, r, inside, n0 + 2 * PART, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-            )
-            dot += _through_activation(
-                other, z, dz, wh, scale, r, inside, n0 + 3 * PART, hidden, ACT, GATED, INTERLEAVED, SAVE_H, BLOCK_M, PART
-            )
+            n += PART
+            dot += _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
+            n += PART
+            dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
     tl.store(dots + r.to(tl.int64) * stride_dots + column, dot, mask=inside)
 
 

@@ -146,6 +146,14 @@ def raised(value, ACT: tl.constexpr):
 
 
 @triton.jit
+def through_raised(value, grad, ACT: tl.constexpr):
+    """The gradient of `value`, of that of `raised`."""
+    if ACT == OSS:
+        grad = tl.where(tl.abs(value) <= LIMIT, grad, 0.0)
+    return grad
+
+
+@triton.jit
 def slope(z, ACT: tl.constexpr):
     """The derivative of `activate`."""
     if ACT == RELU:
@@ -162,9 +170,9 @@ def slope(z, ACT: tl.constexpr):
 
 
 @triton.jit
-def turns(block, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """``[BLOCK_M,2*WIDTH]`` as its even and its odd columns."""
-    return tl.split(tl.reshape(block, (BLOCK_M, WIDTH, 2)))
+def turns(block):
+    """The even and the odd columns of ``[m,2n]``."""
+    return tl.split(tl.reshape(block, (block.shape[0], block.shape[1] // 2, 2)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_choices", "choices"])
@@ -228,7 +236,7 @@ def rows_gemm(
         if GATED and not INTERLEAVED:
             tl.store(to + columns, second.to(z.dtype.element_ty), mask=stored)
     if INTERLEAVED:
-        acc, second = turns(acc, BLOCK_M, BLOCK_N)
+        acc, second = turns(acc)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_n = n < columns
         stored = inside[:, None] & inside_n[None, :]
