@@ -408,6 +408,27 @@ def test_layer_forward_and_backward(activation, capacity, dtype):
         oracle.assert_close(a, b, dtype)
 
 
+def test_weights_whose_halves_lie_in_turns_are_read_as_they_lie():
+    config = fmoe.MoEConfig(num_experts=3, model_dim=10, hidden_dim=12, activation="swiglu_oss", bias=True)
+    params, x = fmoe.init(config, seed=4), 9 * torch.randn(7, 10)
+    turned = lambda p: p.transpose(2, 3).contiguous().transpose(2, 3)  # noqa: E731
+    experts = dataclasses.replace(params.experts, w_in=turned(params.experts.w_in))
+    params = dataclasses.replace(params, experts=experts)
+
+    def gradients(p, x):
+        return grad(lambda p, x: fmoe.moe(p, x, config)[0].sin().sum(), (0, 1))(p, x)
+
+    with launches.recorded("sm_90", made=True) as seen:
+        found = gradients(params, x)
+    through = [launch for launch in seen if launch.constants.get("GATED")]
+    assert [launch.where for launch in through] == ["gemm.rows_gemm", "backward.down_back"]
+    assert all(launch.constants["INTERLEAVED"] for launch in through)
+    expected = gradients(torch.utils._pytree.tree_map(torch.Tensor.double, params), x.double())
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(found), leaves(expected), strict=True):
+        oracle.assert_close(a, b, torch.float32)
+
+
 def test_transforms_of_the_layer():
     """grad, vmap of grad, jvp and grad of grad go through the same kernels: equal to plain float64."""
     config = fmoe.MoEConfig(num_experts=3, model_dim=10, hidden_dim=8)
