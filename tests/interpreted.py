@@ -257,7 +257,7 @@ def both_passes(tokens, experts, k, m, h, activation, bias, dtype, transposed=Fa
     return args, needs
 
 
-@settings(few, max_examples=10)
+@few
 @given(
     tokens=st.integers(1, 24), experts=st.integers(1, 4), k=st.integers(1, 3), m=st.integers(1, 40),
     h=st.integers(1, 40), activation=st.sampled_from(FORMS),
