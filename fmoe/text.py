@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from ._axes import Axes
+from ._axes import Axes, Place
 from ._typing import dtype_text
-from .ops.binding import binding, experts_binding
+from .ops.binding import binding, experts_binding, routing_binding
+from .ops.differentiable import without_transforms
 from .program import OPERATIONS, Equation, Hole, Program
 from .sharding.placement import placed_text
 
@@ -216,11 +218,20 @@ def _bound(equation: Equation, planned: Any) -> str:
         experts = _experts_of(equation, planned.program)
         if experts is not None and experts.param("fn") is None:
             return _experts_bound(experts, types, device)
+    if equation.op == "route":
+        return routing_binding(device, lambda: _without_data(equation, types, Place(axes, 0)))
     op = _RUNS.get(equation.op)
     if op is None:
         return equation.op
     moved = [types[name].dtype for name in equation.operands if types[name].dtype.is_floating_point]
     return binding(op, device, *(moved if op != "row_index" else ()))  # that one moves no rows
+
+
+def _without_data(equation: Equation, types: Any, place: Place) -> None:
+    """Runs an equation of one rank on tensors of its operands' types that hold no data."""
+    with without_transforms(), FakeTensorMode(), torch.no_grad():
+        operands = [torch.empty([int(d) for d in types[o].dims], dtype=types[o].dtype) for o in equation.operands]
+        OPERATIONS[equation.op].run(place, *operands, **dict(equation.params))
 
 
 #: Equations that one operation runs.

@@ -15,7 +15,7 @@ import torch
 import fmoe
 from fmoe.ops import OPS
 from fmoe.ops.binding import binding, experts_binding
-from fmoe.ops.kernels import choice, steps
+from fmoe.ops.kernels import choice, cuda_routing, steps
 
 TESTS = pathlib.Path(__file__).parent
 ARCHITECTURES = list(choice.ARCHITECTURES.values())
@@ -37,32 +37,56 @@ def test_in_the_interpreter():
 
 
 def sources() -> dict[launches.Source, launches.Launch]:
-    """Every kernel in every configuration of the table, specialised, with a launch that needs it."""
+    """Every kernel, and every configuration of the table, for every architecture, with a launch that needs it.
+
+    Each once, in the variant with most in it: bias, weights, gathers, halves that take turns, the GELU. Besides,
+    in the large blocks of 16 bit: two products for the halves, and rows times matrices that are transposed.
+    """
     seen: dict[launches.Source, launches.Launch] = {}
     kept = torch.backends.cuda.matmul.fp32_precision
     try:
         for arch in ARCHITECTURES:
             with launches.recorded(arch) as got:
                 for tokens in (2048, 512):  # 512 and 128 rows an expert: many and few
-                    launches.whole_layer(torch.bfloat16, tokens, 2048, 768, 32, 8)
-                    launches.whole_layer(torch.bfloat16, tokens, 2048, 768, 32, 8, "gelu", tokens == 2048)
+                    for activation in ("geglu.interleaved", "geglu", "gelu"):
+                        launches.whole_layer(torch.bfloat16, tokens, 2048, 768, 32, 8, activation, bias=True)
+                launches.whole_layer(torch.bfloat16, 2048 * 8, 2048, 768, 32, 1, bias=True)
                 launches.single_operations(torch.bfloat16, 2048, 2048, 768, 32, 8)
-                launches.whole_layer(torch.bfloat16, 2048 * 8, 2048, 768, 32, 1)
                 if arch == "sm_90":  # only beside torch's own grouped matmul
                     launches.single_operations(torch.bfloat16, 8192, 2048, 768, 32, 8)
-                fp32 = len(got)
                 for precision in ("tf32", "ieee"):
                     torch.backends.cuda.matmul.fp32_precision = precision
-                    launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8)
-                    launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8, "gelu")
-            # in fp32 the first of each matmul
-            matmuls = {(table_kernel(each), kind_of(each)): each for each in reversed(got[fp32:]) if table_kernel(each)}
-            for launch in [*got[:fp32], *matmuls.values()]:
-                seen.setdefault(launches.specialised(launch, arch), launch)
+                    for activation in ("geglu.interleaved", "gelu"):
+                        launches.whole_layer(torch.float32, 512, 2048, 768, 32, 8, activation, bias=True)
+            most: dict[tuple, launches.Launch] = {}
+            for launch in got:
+                key = variant(launch)
+                if key not in most or parts_of(launch) >= parts_of(most[key]):
+                    most[key] = launch
+            seen |= {launches.specialised(launch, arch): launch for launch in most.values()}
     finally:
         torch.backends.cuda.matmul.fp32_precision = kept
-    # an ungated activation has a backward of less work in the same blocks: once is enough
-    return {source: launch for source, launch in seen.items() if not is_further_slope(launch)}
+    return seen
+
+
+def variant(launch) -> tuple:
+    """What is compiled once."""
+    kernel, c = table_kernel(launch), launch.constants
+    if kernel is None:
+        return (launch.where,)
+    special = None
+    if kind_of(launch) == "16" and c["BLOCK_M"] == 128:
+        special = {"up": c.get("INTERLEAVED"), "rows": launch.args[1].stride(-1) == 1}.get(kernel)
+    return kernel, kind_of(launch), blocks_of(launch), special
+
+
+def parts_of(launch) -> int:
+    return sum(value is True for value in launch.constants.values())
+
+
+def blocks_of(launch) -> choice.Blocks:
+    c = launch.constants
+    return choice.Blocks(c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], launch.warps, launch.stages, c.get("SUB", 1))
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +97,6 @@ def code(tmp_path_factory):
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))  # nothing from an earlier run
         made = launches.compiled_all(list(seen))
     return [(source.arch, seen[source], made[source]) for source in seen]
-
-
-def is_further_slope(launch) -> bool:
-    few_or_fp32 = launch.constants.get("BLOCK_M") == 64
-    return launch.where == "backward.down_back" and few_or_fp32 and not launch.constants["GATED"]
 
 
 def table_kernel(launch) -> str | None:
@@ -101,11 +120,7 @@ def test_every_kernel_and_every_configuration_is_compiled(code):
         assert launched - there == ({"gemm.zero_gaps"} if arch != "sm_90" else set())
     for arch, launch, _ in code:
         if table_kernel(launch):
-            c = launch.constants
-            blocks = choice.Blocks(
-                c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], launch.warps, launch.stages, c.get("SUB", 1)
-            )
-            used.add((table_kernel(launch), kind_of(launch), arch, blocks))
+            used.add((table_kernel(launch), kind_of(launch), arch, blocks_of(launch)))
     assert used == {(*key, blocks) for key, pair in choice.TABLE.items() for blocks in pair}
 
 
@@ -131,7 +146,7 @@ def test_wide_loads_where_meant(code):
                 2 if table_kernel(launch) == "up" else 1
             )
             assert made.wide_loads >= 2 * tile // 16 // (32 * launch.warps), (arch, launch.where, c, made)
-        if launch.where in ("rows.combine_rows", "rows.expand_rows", "rows.row_dots"):
+        if launch.where in launches.WIDE_ROWS:
             assert made.wide_loads > 0, (arch, launch.where, c, made)
 
 
@@ -226,6 +241,8 @@ def test_activation_memory():
     per_token = saved_bytes(1, 8, 2048, 2 * 768, 2)
     assert per_token == 2 * 2048 + 8 * (2 * 2 * 768 + 4 + 8 + 8)
     assert 32768 * per_token == 944766976
+    # x and z alone are 0.9395 GB: weights, index and order are 0.6 % of it all
+    assert 32768 * (2 * 2048 + 8 * 2 * 2 * 768) == 939524096
 
 
 # --- what is bound, and why --------------------------------------------------------------------------------------
@@ -253,6 +270,8 @@ def test_what_runs_and_why_not_the_other(monkeypatch):
     assert "not torch.grouped_mm: it takes dims in multiples of 8, not 12 and 16]" in bound(
         torch.bfloat16, 65536, 8, 16, 12
     )
+    clamped = experts_binding(cuda, torch.bfloat16, "swiglu_oss.interleaved", 1024, 8, 4096, 14336)
+    assert clamped == bound(torch.bfloat16, 1024, 8, 4096, 14336)
     monkeypatch.setattr(choice, "machine", lambda device: ("", "triton is not installed"))
     assert binding("ffn", cuda, torch.bfloat16) == "reference (triton is not installed)"
     assert bound(torch.bfloat16, 64, 8, 16, 16) == "reference (triton is not installed)"
@@ -296,6 +315,7 @@ def test_the_text_of_a_compiled_program_says_what_is_bound(monkeypatch):
     monkeypatch.setattr(fmoe.text, "_device", lambda planned: torch.device("cuda"))
     monkeypatch.setattr(choice, "machine", lambda device: ("sm_90", ""))
     text = planned.compile().as_text()
+    assert "= route[router=TopK(k=2) groups=1] x p.router.weight  -> triton.top_k, triton.assign_slots\n" in text
     assert "= dispatch[layout=ragged] x experts slots  -> triton.row_index\n" in text
     assert (
         "= combine tokens_1 weights  -> triton.ffn [sm_90 ieee; up 64x32x16; down 64x64x16; not torch.grouped_mm: "
@@ -307,6 +327,30 @@ def test_the_text_of_a_compiled_program_says_what_is_bound(monkeypatch):
     assert "= combine tokens_1 weights  -> reference (no kernel for f64)\n" in text
     monkeypatch.setattr(choice, "machine", lambda device: ("", "no kernels for sm_75"))
     assert "= combine tokens_1 weights  -> reference (no kernels for sm_75)\n" in planned.compile().as_text()
+
+
+def test_what_runs_the_routing(monkeypatch):
+    """On CPUs, and on GPUs with the limits of the kernels; of the operations that a router really calls."""
+
+    def bound(router, x=None, **arguments):
+        config = fmoe.MoEConfig(num_experts=4, model_dim=8, hidden_dim=16, router=router)
+        x = torch.ones(10, 8) if x is None else x
+        params = fmoe.init(config, seed=0).to(x.dtype)
+        traced = fmoe.trace(lambda p, x: fmoe.moe(p, x, config, **arguments)[0])(params, x)
+        text = fmoe.text.bound_text(traced.plan(fmoe.ShardingSpec(fmoe.make_mesh(4, world=1), plan="dp")))
+        return next(line.split(" -> ")[1] for line in text.split("\n") if "= route" in line)
+
+    assert bound(fmoe.TopK(2)) == "cpu.top_k, cpu.assign_slots"
+    monkeypatch.setattr(fmoe.text, "_device", lambda planned: torch.device("cuda"))
+    monkeypatch.setattr(choice, "machine", lambda device: ("sm_90", ""))
+    assert bound(fmoe.Sigmoid(2)) == "triton.top_k, triton.assign_slots"
+    assert bound(fmoe.Hash(1), token_ids=torch.arange(10)) == "triton.assign_slots"
+    sizes = "reference (no kernel for groups of different sizes)"
+    assert bound(fmoe.TopK(2), groups=(3, 7)) == f"triton.top_k, {sizes}"
+    wide = torch.ones(10, 8, dtype=torch.float64)
+    assert bound(fmoe.TopK(2), wide) == "reference (no kernel for f64), triton.assign_slots"
+    monkeypatch.setattr(cuda_routing, "MOST_EXPERTS", 3)
+    assert bound(fmoe.TopK(2)) == "reference (no kernel for 2 of 4, only up to 64 of 3), triton.assign_slots"
 
 
 def test_triton_is_not_imported_before_a_launch():

@@ -6,10 +6,16 @@ operands of these dtypes.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from .activations import ACTIVATIONS
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .activations import form_of
+from .differentiable import NAMESPACE
 from .kernels.choice import target, why_not_library
+from .kernels.cuda_routing import why_not_best, why_not_places
 from .kernels.launch import cdiv
 from .registry import OPS
 
@@ -52,7 +58,7 @@ def experts_binding(
     to, _ = target(device, dtype) if bound.startswith("triton") else (None, "")
     if to is None:
         return bound
-    up = to.blocks("up" if ACTIVATIONS[activation].gated else "act", rows, experts)
+    up = to.blocks("up" if form_of(activation).gated else "act", rows, experts)
     down = to.blocks("rows", rows, experts)
     why = why_not_library(to, dtype, rows, experts, experts, hidden, model_dim)
     if biases and not why:
@@ -61,3 +67,38 @@ def experts_binding(
         f"{down}; not torch.grouped_mm: it {why}" if why else f"torch.grouped_mm, from {cdiv(rows, experts)} rows each"
     )
     return f"{bound} [{to.arch} {to.kind}; up {up}; down {taken}]"
+
+
+class _Called(TorchDispatchMode):
+    """Notes the operations of this package that are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == NAMESPACE:
+            self.calls.append((func.name().split("::")[1], args))
+        return func(*args, **(kwargs or {}))
+
+
+def routing_binding(device: torch.device, route: Callable[[], Any]) -> str:
+    """What runs the operations that have GPU kernels and that `route` calls, on tensors without data, in order.
+
+    Example:
+        >>> routing_binding(torch.device("cpu"), lambda: OPS["top_k"](torch.ones(4, 3), 2))
+        'cpu.top_k'
+    """
+    with _Called() as called:
+        route()
+    made = [_routing_step(device, name, args) for name, args in called.calls if OPS[name].kernels["cuda"] is not None]
+    return ", ".join(dict.fromkeys(made)) or "torch"
+
+
+def _routing_step(device: torch.device, name: str, args: tuple[Any, ...]) -> str:
+    bound, why = binding(name, device), ""
+    if name == "top_k":
+        bound, why = binding(name, device, args[0].dtype), why_not_best(args[0].shape[1], args[1])
+    elif name == "assign_slots":
+        why = why_not_places(args[2])
+    return f"reference ({why})" if why and bound.startswith("triton") else bound

@@ -77,7 +77,7 @@ for _arch in ARCHITECTURES.values():
         ("up", Blocks(64, 64, 32, 4, 3), Blocks(64, 32, 16, 4, 3)),
         ("act", Blocks(64, 64, 32, 4, 3), Blocks(64, 64, 16, 4, 3)),
         ("rows", Blocks(64, 128, 32, 4, 3), Blocks(64, 64, 16, 4, 3)),
-        ("down_back", Blocks(64, 64, 32, 4, 3, 2), Blocks(64, 64, 16, 4, 3, 2)),
+        ("down_back", Blocks(64, 64, 32, 4, 3, 2), Blocks(64, 64, 16, 4, 3, 4)),
         ("weights", Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 16, 4, 3)),
     ):
         TABLE[_kernel, "tf32", _arch] = (_tf32, _tf32)

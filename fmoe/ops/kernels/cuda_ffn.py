@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import ACTIVATIONS
+from ..grouped import is_transposed
 from .choice import Target, target
-from .cuda_gemm import Pass, function_of, weights_product
+from .cuda_gemm import Pass, activation_constants, weights_product
 from .launch import cdiv, launch, unit_rows
 
 
@@ -65,15 +65,14 @@ def ffn_cuda(
     to, _ = _target(x, w, w_in, b_in, w_out, b_out)
     if to is None or 0 in (*w_in.shape, *w_out.shape):
         return NotImplemented
-    rows, gated = order.shape[0], ACTIVATIONS[activation].gated
+    rows = order.shape[0]
     z = x.new_empty(rows if keep else 0, w_in.shape[2])
     if not rows:
         return x.new_zeros(x.shape[0], w_out.shape[2]), z
     order = order.contiguous()
     over = Pass.over(to, groups, rows, w_in.shape[0])
-    h = over.product(
-        x, w_in, b_in, order=order, choices=w.shape[1], activation=activation, gated=gated, z=z if keep else None
-    )
+    source: dict[str, Any] = {"order": order, "choices": w.shape[1]}
+    h = over.product(x, w_in, b_in, activation=activation, z=z if keep else None, **source)
     return over.to_tokens(h, w_out, b_out, index, order, w), z
 
 
@@ -125,9 +124,9 @@ def ffn_backward_cuda(
     made = (
         lambda: over.to_tokens(dz, w_in.transpose(1, 2), None, index, order, None),
         made_w,
-        lambda: weights_product(to, x, dz, *spread, gathered="a", **source),
+        lambda: _matrices(w_in, to, x, dz, *spread, gathered="a", **source),
         lambda: _bias_sum(dz, w, *spread),
-        lambda: weights_product(to, wh, grad, *spread, gathered="b", **source),
+        lambda: _matrices(w_out, to, wh, grad, *spread, gathered="b", **source),
         lambda: _bias_sum(grad, w, *spread, order=order),
     )
     return tuple(make() if need else x.new_zeros(0) for make, need in zip(made, needs, strict=True))
@@ -158,7 +157,7 @@ def _through_down(
     launch(
         "backward.down_back", (over.num_tiles * columns,), grad, w_out, z, w, dz, wh, dots, order, over.tiles,
         inner, hidden, *common, stride_e, stride_m, stride_h, parts,
-        ACT=function_of(activation), GATED=ACTIVATIONS[activation].gated, SAVE_H=save_h, SUB=blocks.sub,
+        SAVE_H=save_h, SUB=blocks.sub, **activation_constants(activation),
         **over.constants(blocks, inner),
     )  # fmt: skip
     if b_out is not None:
@@ -169,6 +168,15 @@ def _through_down(
     return dz, wh, dots
 
 
+def _matrices(
+    parameter: Tensor, to: Target, a: Tensor, b: Tensor, *spread: Any, gathered: str, **source: Any
+) -> Tensor:
+    """`weights_product`, in the parameter's order in memory."""
+    if not is_transposed(parameter):
+        return weights_product(to, a, b, *spread, gathered=gathered, **source)
+    return weights_product(to, b, a, *spread, gathered="b" if gathered == "a" else "a", **source).transpose(1, 2)
+
+
 def _bias_sum(
     a: Tensor, w: Tensor, groups: Tensor, written: Tensor, experts: int, rows: int, *, order: Tensor | None = None
 ) -> Tensor:
@@ -176,9 +184,9 @@ def _bias_sum(
     width = a.shape[1]
     out = a.new_empty(experts, width)
     launch(
-        "backward.bias_sum", (experts * cdiv(width, 64),),
+        "backward.bias_sum", (experts * cdiv(width, 128),),
         a, w, out, groups if order is None else order, groups, written,
         rows, width, groups.shape[0], w.numel(), w.shape[1], a.stride(0), written.stride(0),
-        GATHER=order is not None, BLOCK_R=16, BLOCK_D=64, BLOCK_G=128, warps=4,
+        GATHER=order is not None, BLOCK_R=8, BLOCK_D=128, BLOCK_G=128, warps=4,
     )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from ..activations import INTERLEAVED, form_of
 from .choice import Blocks, Target, target, why_not_library
 from .cuda_rows import combine_into
 from .launch import cdiv, interpreted, launch, unit_rows
@@ -19,12 +20,17 @@ from .launch import cdiv, interpreted, launch, unit_rows
 #: Row tiles that share columns of a matrix in the cache.
 GROUP_M = 8
 PLAIN = "plain"
-_FUNCTIONS = {"relu": 0, "gelu": 1, "silu": 2, "swiglu": 2, "geglu": 1, PLAIN: 3}
+_FUNCTIONS = {"relu": 0, "gelu": 1, "silu": 2, "swiglu": 2, "geglu": 1, PLAIN: 3, "swiglu_oss": 4}
 
 
-def function_of(activation: str) -> int:
-    """The number of an activation's function in the kernels."""
-    return _FUNCTIONS[activation]
+def activation_constants(activation: str) -> dict[str, Any]:
+    """What kernels take of an activation: the number of its function, and where its halves stand."""
+    form = None if activation == PLAIN else form_of(activation)
+    return {
+        "ACT": _FUNCTIONS[activation.removesuffix(INTERLEAVED)],
+        "GATED": form is not None and form.gated,
+        "INTERLEAVED": form is not None and form.interleaved,
+    }
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,15 @@ class Pass:
         order: Tensor | None = None,
         choices: int = 1,
         activation: str = PLAIN,
-        gated: bool = False,
         z: Tensor | None = None,
     ) -> Tensor:
         """``act(a[row(r)] @ w[e] + bias[e])`` as ``[R,columns]``; `z` is filled with what is activated.
 
         With `order`, row(r) is the token of row r.
         """
-        columns = w.shape[2] // 2 if gated else w.shape[2]
-        out = a.new_empty(self.rows, columns)
-        self._launch(a, w, bias, out, order, choices, activation, gated, z)
+        gated = activation != PLAIN and form_of(activation).gated
+        out = a.new_empty(self.rows, w.shape[2] // 2 if gated else w.shape[2])
+        self._launch(a, w, bias, out, order, choices, activation, z)
         return out
 
     def to_tokens(
@@ -94,7 +99,7 @@ class Pass:
             return combine_into(self.plain_product(a, w) if library else self.product(a, w, bias), index, weight)
         (tokens, choices), width = index.shape, w.shape[2]
         out = a.new_empty(tokens, width)
-        self._launch(a, w, bias, out, order, choices, PLAIN, False, None, scatter=True, weight=weight)
+        self._launch(a, w, bias, out, order, choices, PLAIN, None, scatter=True, weight=weight)
         launch(
             "rows.zero_dropped", (cdiv(tokens, 16),), index.contiguous(), out, tokens, self.rows, width,
             BLOCK_T=16, BLOCK_D=64, warps=4,
@@ -110,7 +115,6 @@ class Pass:
         order: Tensor | None,
         choices: int,
         activation: str,
-        gated: bool,
         z: Tensor | None,
         *,
         scatter: bool = False,
@@ -118,7 +122,8 @@ class Pass:
     ) -> None:
         a = unit_rows(a)
         inner, columns = w.shape[1], out.shape[1]
-        blocks = self.blocks("up" if gated else "rows" if activation == PLAIN else "act")
+        act = activation_constants(activation)
+        blocks = self.blocks("up" if act["GATED"] else "rows" if activation == PLAIN else "act")
         tokens = out.shape[0] if scatter else a.shape[0]
         launch(
             "gemm.rows_gemm", (self.num_tiles * cdiv(columns, blocks.n),),
@@ -126,7 +131,7 @@ class Pass:
             out if weight is None else weight.contiguous(), self.groups if order is None else order, self.tiles,
             inner, columns, self.num_tiles, tokens * choices, choices, a.stride(0), *w.stride(),
             GATHER=order is not None and not scatter, SCATTER=scatter, SCALE=weight is not None,
-            ACT=function_of(activation), GATED=gated, BIAS=bias is not None, SAVE_Z=z is not None,
+            BIAS=bias is not None, SAVE_Z=z is not None, **act,
             **self.constants(blocks, inner),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,24 @@ SUB, BLOCK, BLOCK_E = 8, 256, 32
 MOST_EXPERTS, MOST_CHOICES = 2048, 64
 
 
+def why_not_best(experts: int, k: int) -> str:
+    """Why the kernel of `top_k` does not take that many, or ""."""
+    if experts > MOST_EXPERTS or k > MOST_CHOICES:
+        return f"no kernel for {k} of {experts}, only up to {MOST_CHOICES} of {MOST_EXPERTS}"
+    return ""
+
+
+def why_not_places(groups: Sequence[int]) -> str:
+    """Why the kernels of `assign_slots` do not take groups of these sizes, or ""."""
+    return "" if len(set(groups)) == 1 else "no kernel for groups of different sizes"
+
+
 def top_k_cuda(scores: Tensor, k: int) -> Any:
     """``[T,k]``; NotImplemented where the reference is to run."""
     tokens, experts = scores.shape
     if scores.dtype != torch.float32 or target(scores.device)[0] is None:
         return NotImplemented
-    if experts > MOST_EXPERTS or k > MOST_CHOICES or not tokens or not k:
+    if why_not_best(experts, k) or not tokens or not k:
         return NotImplemented
     scores = scores if scores.stride(1) == 1 or experts == 1 else scores.contiguous()
     out = torch.empty(tokens, k, dtype=torch.int64, device=scores.device)
@@ -58,7 +71,7 @@ def _count(
 def assign_slots_cuda(experts: Tensor, capacity: Tensor, groups: list[int], num_experts: int) -> Any:
     """``[B,T,K]`` and ``[B,E]``; NotImplemented where the reference is to run."""
     batch, _, choices = experts.shape
-    if target(experts.device)[0] is None or len(set(groups)) != 1 or not (experts.numel() and num_experts):
+    if target(experts.device)[0] is None or why_not_places(groups) or not (experts.numel() and num_experts):
         return NotImplemented
     experts, capacity, size = experts.contiguous(), capacity.contiguous(), groups[0]
     slots = torch.empty_like(experts)

@@ -9,35 +9,59 @@ h, nor y, nor a gathered x is ever kept.
 import triton
 import triton.language as tl
 
-from .triton_gemm import activate, find_tile, load_left, load_right, row_weight, slope, source_row
+from .triton_gemm import (
+    activate,
+    find_tile,
+    load_left,
+    load_right,
+    raised,
+    row_weight,
+    slope,
+    source_row,
+    through_raised,
+    turns,
+)
 
 
 @triton.jit
 def _through_activation(
-    acc, z, dz, wh, weight, r, inside, n, hidden,
-    ACT: tl.constexpr, GATED: tl.constexpr, SAVE_H: tl.constexpr,
+    acc, z, dz, wh, weight, r, inside, first, hidden,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SAVE_H: tl.constexpr,
 ):  # fmt: skip
-    """Part of a tile: stores dz and the weighted h, and returns ``sum_n acc * h``."""
+    """Columns of a tile from `first` on: stores dz and the weighted h, and returns ``sum_n acc * h``."""
+    WIDTH: tl.constexpr = acc.shape[1]
     row = r[:, None].to(tl.int64)
+    n = first + tl.arange(0, WIDTH)
     stored = inside[:, None] & (n < hidden)[None, :]
-    if GATED:
+    if INTERLEAVED:
+        both = 2 * first + tl.arange(0, 2 * WIDTH)
+        at = row * (2 * hidden) + both[None, :]
+        stored_both = inside[:, None] & (both < 2 * hidden)[None, :]
+        gate, value = turns(tl.load(z + at, mask=stored_both, other=0.0).to(tl.float32))
+    elif GATED:
         at = row * (2 * hidden) + n[None, :]
         gate = tl.load(z + at, mask=stored, other=0.0).to(tl.float32)
         value = tl.load(z + at + hidden, mask=stored, other=0.0).to(tl.float32)
-        opened = activate(gate, ACT)
-        h = opened * value
     else:
         at = row * hidden + n[None, :]
         gate = tl.load(z + at, mask=stored, other=0.0).to(tl.float32)
-        h = activate(gate, ACT)
+    opened = activate(gate, ACT)
+    h = opened * raised(value, ACT) if GATED else opened
     if SAVE_H:
         tl.store(wh + row * hidden + n[None, :], (h * weight[:, None]).to(wh.dtype.element_ty), mask=stored)
-    dot = tl.sum(acc * h, 1)  # h is 0 outside, and so is acc
+    dot = tl.sum(acc * h, 1)  # acc is 0 outside
     dh = acc * weight[:, None]
     if GATED:
-        tl.store(dz + at + hidden, (dh * opened).to(dz.dtype.element_ty), mask=stored)
-        dh *= value
-    tl.store(dz + at, (dh * slope(gate, ACT)).to(dz.dtype.element_ty), mask=stored)
+        dvalue = through_raised(value, dh * opened, ACT)
+        if not INTERLEAVED:
+            tl.store(dz + at + hidden, dvalue.to(dz.dtype.element_ty), mask=stored)
+        dh *= raised(value, ACT)
+    dh *= slope(gate, ACT)
+    if INTERLEAVED:
+        made = tl.reshape(tl.join(dh, dvalue), (acc.shape[0], 2 * WIDTH))
+        tl.store(dz + at, made.to(dz.dtype.element_ty), mask=stored_both)
+    else:
+        tl.store(dz + at, dh.to(dz.dtype.element_ty), mask=stored)
     return dot
 
 
@@ -51,7 +75,7 @@ def _halves(block, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
 def down_back(
     grad, w, z, weight, dz, wh, dots, order, tiles,
     inner, hidden, num_tiles, num_choices, choices, stride_g, stride_we, stride_wk, stride_wn, stride_dots,
-    ACT: tl.constexpr, GATED: tl.constexpr, SAVE_H: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SAVE_H: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SUB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -79,24 +103,25 @@ def down_back(
         w += BLOCK_K * stride_wk
     scale = row_weight(weight, order, r, inside, num_choices)
     PART: tl.constexpr = BLOCK_N // SUB
-    n = column * BLOCK_N + tl.arange(0, PART)
+    n = column * BLOCK_N
     if SUB == 1:
-        dot = _through_activation(acc, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
+        dot = _through_activation(acc, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
     else:
         half, rest = _halves(acc, BLOCK_M, BLOCK_N)
         if SUB == 2:
-            dot = _through_activation(half, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
-            dot += _through_activation(rest, z, dz, wh, scale, r, inside, n + PART, hidden, ACT, GATED, SAVE_H)
+            dot = _through_activation(half, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
+            n += PART
+            dot += _through_activation(rest, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
         else:
             part, other = _halves(half, BLOCK_M, BLOCK_N // 2)
-            dot = _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
+            dot = _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
             n += PART
-            dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
+            dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
             part, other = _halves(rest, BLOCK_M, BLOCK_N // 2)
             n += PART
-            dot += _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
+            dot += _through_activation(part, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
             n += PART
-            dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, SAVE_H)
+            dot += _through_activation(other, z, dz, wh, scale, r, inside, n, hidden, ACT, GATED, INTERLEAVED, SAVE_H)
     tl.store(dots + r.to(tl.int64) * stride_dots + column, dot, mask=inside)
 
 

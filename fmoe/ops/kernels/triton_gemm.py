@@ -17,7 +17,10 @@ The interpreter of Triton has no arithmetic in bf16: ``UPCAST`` makes operands f
 import triton
 import triton.language as tl
 
-RELU, GELU, SILU, PLAIN = (tl.constexpr(i) for i in range(4))
+from .. import activations
+
+RELU, GELU, SILU, PLAIN, OSS = (tl.constexpr(i) for i in range(5))
+ALPHA, LIMIT = tl.constexpr(activations.ALPHA), tl.constexpr(activations.LIMIT)
 
 
 @triton.jit
@@ -121,27 +124,55 @@ def load_right(w, k_left, inside_n, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 
 @triton.jit
 def activate(z, ACT: tl.constexpr):
-    """The plain activation."""
+    """The activation of a number, or of a gate."""
     if ACT == RELU:
         z = tl.where((z > 0) | (z != z), z, 0.0)
     elif ACT == GELU:
         z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
     elif ACT == SILU:
         z = z * tl.sigmoid(z)
+    elif ACT == OSS:
+        z = tl.where(z > LIMIT, LIMIT, z)  # a NaN stays
+        z = z * tl.sigmoid(z * ALPHA)
     return z
 
 
 @triton.jit
+def raised(value, ACT: tl.constexpr):
+    """What the activation of the gate is multiplied by."""
+    if ACT == OSS:
+        value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value)) + 1.0
+    return value
+
+
+@triton.jit
+def through_raised(value, grad, ACT: tl.constexpr):
+    """The gradient of `value`, of that of `raised`."""
+    if ACT == OSS:
+        grad = tl.where(tl.abs(value) <= LIMIT, grad, 0.0)
+    return grad
+
+
+@triton.jit
 def slope(z, ACT: tl.constexpr):
-    """Its derivative."""
+    """The derivative of `activate`."""
     if ACT == RELU:
         d = tl.where(z > 0, 1.0, 0.0)
     elif ACT == GELU:
         d = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACT == OSS:
+        s = tl.sigmoid(z * ALPHA)
+        d = tl.where(z <= LIMIT, s + z * ALPHA * s * (1.0 - s), 0.0)
     else:
         s = tl.sigmoid(z)
         d = s + z * s * (1.0 - s)
     return d
+
+
+@triton.jit
+def turns(block):
+    """The even and the odd columns of ``[m,2n]``."""
+    return tl.split(tl.reshape(block, (block.shape[0], block.shape[1] // 2, 2)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_choices", "choices"])
@@ -149,15 +180,16 @@ def rows_gemm(
     a, w, bias, z, out, weight, order, tiles,
     inner, columns, num_tiles, num_choices, choices, stride_a, stride_we, stride_wk, stride_wn,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, SAVE_Z: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, SAVE_Z: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[r] = act(a[row(r)] @ w[e] + bias[e])`` for r of group e, and what is activated into z.
 
     With GATHER, row(r) is the token of row r; with SCATTER that is what is written to, with SCALE times the
-    weight of r. GATED takes w of ``[E,inner,2*columns]``, gate first. A tile without a matrix takes no products:
-    it is 0, also after the activation.
+    weight of r. GATED takes w of ``[E,inner,2*columns]``, gate first; with INTERLEAVED gate and up take turns, and one
+    product of twice the width makes both. A tile without a matrix takes no products: it is 0, also after the
+    activation.
     """
     column, first, last, matrix = find_tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP_M)
     if first >= last:
@@ -168,42 +200,49 @@ def rows_gemm(
         row, _known = source_row(order, r, inside, num_choices, choices)
     else:
         row = tl.where(inside, r, first)
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_n = n < columns
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    wide = columns * 2 if GATED else columns
+    n = column * WIDTH + tl.arange(0, WIDTH)
+    width = wide if INTERLEAVED else columns
+    inside_n = n < width
     k = tl.arange(0, BLOCK_K)
     known = matrix >= 0
     e = tl.maximum(matrix, 0).to(tl.int64)
     a += row[:, None].to(tl.int64) * stride_a + k[None, :]
     w += e * stride_we + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if GATED:
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    if GATED and not INTERLEAVED:
         second = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         across = tl.cast(columns, tl.int64) * stride_wn
     for k0 in range(0, tl.where(known, inner, 0), BLOCK_K):
         left = load_left(a, inner - k0, BLOCK_K, EVEN_K, UPCAST)
         right = load_right(w, inner - k0, inside_n, BLOCK_K, EVEN_K, UPCAST)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
-        if GATED:
+        if GATED and not INTERLEAVED:
             right = load_right(w + across, inner - k0, inside_n, BLOCK_K, EVEN_K, UPCAST)
             second = tl.dot(left, right, second, input_precision=PRECISION)
         a += BLOCK_K
         w += BLOCK_K * stride_wk
     stored = inside[:, None] & inside_n[None, :]
-    wide = columns * 2 if GATED else columns
     if BIAS:
-        biased = n < tl.where(known, columns, 0)
+        biased = n < tl.where(known, width, 0)
         b = bias + e * wide + n
         acc += tl.load(b, mask=biased, other=0.0).to(tl.float32)[None, :]
-        if GATED:
+        if GATED and not INTERLEAVED:
             second += tl.load(b + columns, mask=biased, other=0.0).to(tl.float32)[None, :]
     if SAVE_Z:
         to = z + r[:, None].to(tl.int64) * wide + n[None, :]
         tl.store(to, acc.to(z.dtype.element_ty), mask=stored)
-        if GATED:
+        if GATED and not INTERLEAVED:
             tl.store(to + columns, second.to(z.dtype.element_ty), mask=stored)
+    if INTERLEAVED:
+        acc, second = turns(acc)
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside_n = n < columns
+        stored = inside[:, None] & inside_n[None, :]
     acc = activate(acc, ACT)
     if GATED:
-        acc *= second
+        acc *= raised(second, ACT)
     row = r
     if SCALE:
         acc *= row_weight(weight, order, r, inside, num_choices)[:, None]
