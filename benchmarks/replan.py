@@ -7,7 +7,7 @@ rank 0, forward and backward, under ``fmoe.auto`` without a plan, in phases:
     fast link    gathering the weights shares the work: dp is the faster one
     slow link    weights are more bytes than tokens: ep is
     fast again   dp is
-    slow rank    rank 1 is stopped three quarters of the time, and ep gives it no rows: ep is
+    slow rank    rank 1 is stopped nine tenths of the time, and ep gives it no rows: ep is
 
 Prints the plan that ran and the median time of a step in each phase, and after how many steps of the phase the
 planner last changed its mind. Writes JSON.
@@ -95,7 +95,7 @@ def rank_main(path: str, rank: int) -> None:
         limit(mbit)
         dist.barrier()
         found[phase] = []
-        with slowed(0.75) if phase == "slow rank" and rank == 1 else contextlib.nullcontext():
+        with slowed(0.9) if phase == "slow rank" and rank == 1 else contextlib.nullcontext():
             for _ in range(job["steps"]):
                 plan = str(step.planned(params, x).plans["moe.0"])
                 began = time.perf_counter()

@@ -20,7 +20,7 @@ WITHIN = planner.CHANGED_STEPS + planner.REPEATS * planner.TRIALS
 
 @pytest.mark.skipif(bool(LACKING), reason=f"hosts are network namespaces: {LACKING}")
 def test_the_plan_follows_the_links_and_the_slowest_rank():
-    """Gathering weights takes four times as long on the slow link, and twice as long beside a slow rank."""
+    """Gathering the weights takes four times as long on the slow link, and several times as long beside a slow rank."""
     report = replan.measure(steps=WITHIN + 6)
     for phase in ("slow link", "slow rank"):
         kinds = [plan.split()[0] for plan, _ in report[phase]["steps"][WITHIN:]]
