@@ -303,9 +303,14 @@ def _places(model: nn.Module) -> dict[Tensor, list[str]]:
 def _not_leaves(model: nn.Module, layers: Mapping[str, MoE]) -> list[str]:
     """Why the parameters of the layers cannot be leaves of one tree."""
     problems = []
-    inside = {leaf for layer in layers.values() for leaf in layer.parameters()}
-    for leaf, names in _places(model).items():
-        if leaf in inside and len(names) > 1:
+    held: dict[Tensor, dict[str, None]] = {}
+    for name, layer in layers.items():
+        for key, leaf in layer.named_parameters():
+            held.setdefault(leaf, {})[f"{name}.{key}".lstrip(".")] = None
+    places = _places(model)
+    for leaf, names in held.items():
+        names |= dict.fromkeys(places[leaf])
+        if len(names) > 1:
             problems.append(
                 f"{' and '.join(names)} are one parameter, which an MoEParams of each layer would hold as two: use one "
                 "MoE under both names, or torch.func.functional_call, which takes parameters by name."
@@ -357,6 +362,11 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> nn.parallel.DistributedDat
         >>> data_parallel(nn.Linear(2, 2))  # doctest: +SKIP
         DistributedDataParallel(...)
     """
+    mesh = kwargs.get("device_mesh")
+    if mesh is not None and mesh.ndim == 1 and kwargs.get("process_group") is None:
+        # given a part of a larger mesh, DDP would replace every DTensor by its local part, the layers' too
+        kwargs = {name: item for name, item in kwargs.items() if name != "device_mesh"}
+        kwargs["process_group"] = mesh.get_group()
     ignored = list(complete_parameters(model))
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = nn.parallel.DistributedDataParallel(model, **kwargs)
