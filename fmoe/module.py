@@ -291,9 +291,9 @@ def call(model: nn.Module, params: Mapping[str, Any], *args: Any, **kwargs: Any)
     return torch.func.functional_call(model, flat, args, kwargs, tie_weights=False)
 
 
-def _places(model: nn.Module) -> dict[Tensor, list[str]]:
+def _places(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Where every parameter is: one name for each module that holds it."""
-    places: dict[Tensor, list[str]] = {}
+    places: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for key, leaf in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(leaf, []).append(f"{name}.{key}".lstrip("."))
@@ -303,7 +303,7 @@ def _places(model: nn.Module) -> dict[Tensor, list[str]]:
 def _not_leaves(model: nn.Module, layers: Mapping[str, MoE]) -> list[str]:
     """Why the parameters of the layers cannot be leaves of one tree."""
     problems = []
-    held: dict[Tensor, dict[str, None]] = {}
+    held: dict[nn.Parameter, dict[str, None]] = {}
     for name, layer in layers.items():
         for key, leaf in layer.named_parameters():
             held.setdefault(leaf, {})[f"{name}.{key}".lstrip(".")] = None
