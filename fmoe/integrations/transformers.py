@@ -280,8 +280,8 @@ def _has_state(module: Any) -> bool:
 
 def _tried(module: Any) -> str | None:
     """The trial, on tensors that are real even while a compiler or exporter watches, and on the CPU."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        sizes = torch.logspace(-3, 5, 49, dtype=torch.float64, device="cpu")
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        sizes = torch.logspace(-3, 5, 49, dtype=torch.float64)
         numbers = torch.cat([-sizes, sizes.new_zeros(1), sizes])
         gate, value = torch.meshgrid(numbers, numbers, indexing="ij")
         z = torch.stack([gate.flatten(), value.flatten()], dim=-1).unflatten(0, (-1, 1))  # [N,1,2]: one hidden feature
