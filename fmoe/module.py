@@ -353,7 +353,7 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> nn.parallel.DistributedDat
 
     Args:
         model: with at least one parameter outside of such layers.
-        **kwargs: of `torch.nn.parallel.DistributedDataParallel`.
+        **kwargs: of `torch.nn.parallel.DistributedDataParallel`; a device_mesh stands for its process group alone.
 
     Returns:
         The wrapped model.
