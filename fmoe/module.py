@@ -108,6 +108,7 @@ class MoE(nn.Module):
         super().__init__()
         refuse("MoE", _problems(config, spec))
         self._config, self.spec = config, spec
+        given = params is not None
         if params is None and config.fn is None:
             params = init(config, seed=seed, dtype=dtype, device=device)
         if params is None or not isinstance(params, MoEParams):
@@ -118,7 +119,8 @@ class MoE(nn.Module):
             wanted = "an ExpertParams" if config.fn is None else "a dict of stacked tensors, as config.fn is yours"
             refuse("MoE", [f"params.experts is a {type(params.experts).__name__}, but it must be {wanted}."])
         refuse("MoE", _leaf_problems(params, config))
-        params = pytree.tree_map(lambda leaf: leaf.detach().clone(), params)
+        if given:
+            params = pytree.tree_map(lambda leaf: leaf.detach().clone(), params)
         if spec is not None:
             params = distribute(params, spec)
         self.router, self.experts = Leaves(_named(params.router)), Leaves(_named(params.experts))
