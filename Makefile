@@ -14,7 +14,7 @@ test: .venv/ready
 
 test-integrations: .venv/ready ## models of other libraries; installs them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,integrations]'
-	$(BIN)/python -m pytest tests/test_integrations_transformers.py tests/test_router_peers.py fmoe/integrations
+	$(BIN)/python -m pytest tests/test_integrations_transformers.py tests/test_integrations_changes.py tests/test_router_peers.py fmoe/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ._errors import refuse
 from .auto import Auto
 from .functional.config import MoEConfig
-from .functional.gate import replay_ids
+from .functional.gate import replay_ids, unused_bias
 from .functional.init import init
 from .functional.moe import moe
 from .ops.processes import is_up
@@ -66,13 +67,15 @@ class MoE(nn.Module):
     Args:
         config: sizes and choices.
         spec: a sharding spec; None for one device.
-        params: the parameters to start from, whole tensors; by default ``fmoe.init(config, seed=seed)``. With
-            ``config.fn`` they are needed, and their ``experts`` is a dict of stacked tensors.
+        params: the parameters to start from, whole tensors, which are copied; by default
+            ``fmoe.init(config, seed=seed)``. With ``config.fn`` they are needed, and their ``experts`` is a dict of
+            stacked tensors.
         seed: of `init`; the same on every rank.
         dtype: of the parameters that `init` makes.
         device: of the parameters that `init` makes.
 
     Attributes:
+        config: sizes and choices; it may be set anew, and the layer is then planned anew, under the same spec.
         step: under a spec, the `fmoe.Auto` that runs the layer: ``layer.step.update(aux)`` once per optimizer
             step lets the planner learn, ``use(plan)`` fixes a plan, ``explain()`` prints the prices.
 
@@ -104,7 +107,8 @@ class MoE(nn.Module):
     ):
         super().__init__()
         refuse("MoE", _problems(config, spec))
-        self.config, self.spec = config, spec
+        self._config, self.spec = config, spec
+        given = params is not None
         if params is None and config.fn is None:
             params = init(config, seed=seed, dtype=dtype, device=device)
         if params is None or not isinstance(params, MoEParams):
@@ -114,10 +118,25 @@ class MoE(nn.Module):
         if not isinstance(params.experts, ExpertParams if config.fn is None else dict):
             wanted = "an ExpertParams" if config.fn is None else "a dict of stacked tensors, as config.fn is yours"
             refuse("MoE", [f"params.experts is a {type(params.experts).__name__}, but it must be {wanted}."])
+        refuse("MoE", _leaf_problems(params, config))
+        if given:
+            params = pytree.tree_map(lambda leaf: leaf.detach().clone(), params)
         if spec is not None:
             params = distribute(params, spec)
         self.router, self.experts = Leaves(_named(params.router)), Leaves(_named(params.experts))
         self.step = None if spec is None else Auto(self._call, spec)
+
+    @property
+    def config(self) -> MoEConfig:
+        """Sizes and choices."""
+        return self._config
+
+    @config.setter
+    def config(self, config: MoEConfig) -> None:
+        refuse("MoE", _problems(config, None))
+        self._config = config
+        if self.step is not None:
+            self.step = Auto(self._call, self.step.spec)
 
     @property
     def params(self) -> MoEParams:
@@ -154,7 +173,7 @@ class MoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was planned and compiled: a copy plans anew."""
-        return {name: item for name, item in self.__dict__.items() if name != "step"}
+        return {name: item for name, item in super().__getstate__().items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -173,6 +192,25 @@ def _problems(config: Any, spec: Any) -> list[str]:
             "spec= is given, whose parameters are DTensors, but torch.distributed is not started: call "
             "torch.distributed.init_process_group first, or leave spec= out."
         )
+    return problems
+
+
+def _leaf_problems(params: MoEParams, config: MoEConfig) -> list[str]:
+    """Which parameters the layer would not read, or cannot hold under their names."""
+    problems = unused_bias(params.router, config.router)
+    if not isinstance(params.experts, dict):
+        return problems
+    taken = Leaves({})
+    for name, leaf in params.experts.items():
+        where = f"params.experts[{name!r}]"
+        if not isinstance(leaf, Tensor):
+            problems.append(
+                f"{where} is a {type(leaf).__name__}, but it must be a tensor stacked over experts: give one flat dict."
+            )
+        elif not isinstance(name, str) or not name or "." in name:
+            problems.append(f"{where}: the name must be a word without dots, as it is a part of the state_dict's keys.")
+        elif hasattr(taken, name):
+            problems.append(f"{where}: the name is one of torch.nn.Module's own or of fmoe's: choose another.")
     return problems
 
 
@@ -198,7 +236,12 @@ def params_of(model: nn.Module) -> dict[str, Any]:
         model: any module.
 
     Returns:
-        For every `MoE` in it an `MoEParams` under the layer's name, and every other parameter under its own.
+        For every `MoE` in it an `MoEParams` under the layer's name, and every other parameter under its own. What
+        stands under two names is there once, under the first.
+
+    Raises:
+        ValueError: if a layer shares single parameters with another module, or they are parametrized: they would
+            not be leaves of a tree.
 
     Example:
         >>> import fmoe
@@ -208,6 +251,7 @@ def params_of(model: nn.Module) -> dict[str, Any]:
         {'1': 'MoEParams', '0.weight': 'Parameter'}
     """
     layers = _layers(model)
+    refuse("params_of", _not_leaves(model, layers))
     tree: dict[str, Any] = {name: layer.params for name, layer in layers.items()}
     inside = {f"{name}.{key}".lstrip(".") for name, layer in layers.items() for key, _ in layer.named_parameters()}
     return tree | {name: leaf for name, leaf in model.named_parameters() if name not in inside}
@@ -241,7 +285,46 @@ def call(model: nn.Module, params: Mapping[str, Any], *args: Any, **kwargs: Any)
             continue
         for part, leaves in (("router", leaf.router), ("experts", leaf.experts)):
             flat |= {f"{name}.{part}.{key}".lstrip("."): tensor for key, tensor in _named(leaves).items()}
-    return torch.func.functional_call(model, flat, args, kwargs)
+    for names in _places(model).values():  # of one parameter in several modules
+        given = [name for name in names if name in flat]
+        if given:
+            flat |= {name: flat[given[0]] for name in names if name not in flat}
+    # torch's own tie_weights would set a module's parameter twice where the module has two names, and restore neither
+    return torch.func.functional_call(model, flat, args, kwargs, tie_weights=False)
+
+
+def _places(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Where every parameter is: one name for each module that holds it."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, leaf in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(leaf, []).append(f"{name}.{key}".lstrip("."))
+    return places
+
+
+def _not_leaves(model: nn.Module, layers: Mapping[str, MoE]) -> list[str]:
+    """Why the parameters of the layers cannot be leaves of one tree."""
+    problems = []
+    held: dict[nn.Parameter, dict[str, None]] = {}
+    for name, layer in layers.items():
+        for key, leaf in layer.named_parameters():
+            held.setdefault(leaf, {})[f"{name}.{key}".lstrip(".")] = None
+    places = _places(model)
+    for leaf, names in held.items():
+        names |= dict.fromkeys(places[leaf])
+        if len(names) > 1:
+            problems.append(
+                f"{' and '.join(names)} are one parameter, which an MoEParams of each layer would hold as two: use one "
+                "MoE under both names, or torch.func.functional_call, which takes parameters by name."
+            )
+    for name, layer in layers.items():
+        for part in ("router", "experts"):
+            if nn.utils.parametrize.is_parametrized(getattr(layer, part)):
+                problems.append(
+                    f"{f'{name}.{part}'.lstrip('.')} is parametrized, so its parameters are not those of the layer: "
+                    "call torch.nn.utils.parametrize.remove_parametrizations, or use torch.func.functional_call."
+                )
+    return problems
 
 
 def complete_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -272,7 +355,7 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> nn.parallel.DistributedDat
 
     Args:
         model: with at least one parameter outside of such layers.
-        **kwargs: of `torch.nn.parallel.DistributedDataParallel`.
+        **kwargs: of `torch.nn.parallel.DistributedDataParallel`; a device_mesh stands for its process group alone.
 
     Returns:
         The wrapped model.
@@ -281,10 +364,15 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> nn.parallel.DistributedDat
         >>> data_parallel(nn.Linear(2, 2))  # doctest: +SKIP
         DistributedDataParallel(...)
     """
+    mesh = kwargs.get("device_mesh")
+    if mesh is not None and mesh.ndim == 1 and kwargs.get("process_group") is None:
+        # given a part of a larger mesh, DDP would replace every DTensor by its local part, the layers' too
+        kwargs = {name: item for name, item in kwargs.items() if name != "device_mesh"}
+        kwargs["process_group"] = mesh.get_group()
     ignored = list(complete_parameters(model))
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = nn.parallel.DistributedDataParallel(model, **kwargs)
-    wrapped.register_comm_hook(kwargs.get("process_group"), lambda group, bucket: _sum(group, bucket.buffer()))
+    wrapped.register_comm_hook(wrapped.process_group, lambda group, bucket: _sum(group, bucket.buffer()))
     return wrapped
 
 

@@ -160,6 +160,18 @@ def kernels(tiled: bool):
     return mock.patch.multiple(cpu_tiles, TILE=3, FEW_ROWS=0 if tiled else 16, SOME_ROWS=0 if tiled else 256)
 
 
+def test_large_groups_are_summed_before_they_are_rounded():
+    """In fp16, gradients of 1500 rows each that are out of range by themselves, and 0 together."""
+    config = fmoe.MoEConfig(num_experts=1, model_dim=1, hidden_dim=1, router=fmoe.TopK(1), activation="relu", bias=True)
+    leaves = [torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.zeros(1, 1), torch.zeros(1, 1)]
+    leaves = [leaf.half().requires_grad_() for leaf in leaves]
+    params = fmoe.MoEParams(fmoe.RouterParams(torch.zeros(1, 1)), fmoe.ExpertParams(*leaves))
+    dy = torch.full((3000, 1), 64.0).half()
+    dy[1500:] = -64
+    y, _ = fmoe.moe(params, torch.full((3000, 1), 8.0).half(), config)
+    assert [float(g) for g in torch.autograd.grad(y, leaves, dy)] == [0.0] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("capacity", [None, 0.7])

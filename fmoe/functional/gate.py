@@ -139,6 +139,16 @@ def no_capacity(capacity: Any, router: Router) -> str:
     return f"capacity={capacity!r}, but {type(router).__name__} gives every expert its number of tokens: leave it out."
 
 
+def unused_bias(params: RouterParams, router: Router) -> list[str]:
+    """That a bias was given which the router would not add."""
+    if params.logit_bias is None or getattr(router, "logit_bias", False):
+        return []
+    name = type(router).__name__
+    way = f"choose {name}(..., logit_bias=True)" if hasattr(router, "logit_bias") else "route by TopK(logit_bias=True)"
+    found = type_text(params.logit_bias)
+    return [f"router_params.logit_bias is {found}, but {router!r} does not add it: {way}, or leave it out."]
+
+
 def _group_sizes(groups: int | Sequence[int], tokens: int) -> list[int]:
     if isinstance(groups, Sequence):
         if not groups or not all(is_whole(size, 0) for size in groups) or sum(groups) != tokens:
@@ -167,6 +177,8 @@ def _check(router_params: RouterParams, x: Tensor, router: Router, given: dict[s
         )
     else:
         problems += _leaf_problems(router_params, router, leaves)
+        if isinstance(router, Router):
+            problems += unused_bias(router_params, router)
     if not x.is_floating_point() or not weight.is_floating_point():
         problems.append(
             f"x is {dtype_text(x.dtype)} and router_params.weight {dtype_text(weight.dtype)}: both must be floating."

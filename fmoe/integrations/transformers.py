@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._autocast import autocast_dtype
 from .._errors import refuse
@@ -89,6 +90,8 @@ def use(model: Any) -> Any:
             ],
         )
     refuse("use", {problem: None for module in found for problem in _problems(module)})
+    for module in found:
+        activation_of(module)
     model.set_experts_implementation(NAME)
     return model
 
@@ -117,6 +120,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         >>> experts_forward(model.model.layers[0].mlp.experts, x, ids, weights)  # doctest: +SKIP
     """
     refuse(f"{type(module).__name__} on fmoe", _problems(module))
+    if torch.compiler.is_compiling():
+        _watch(module)
     x, name = hidden_states, activation_of(module)
     if autocast_dtype(x) is None:
         x = x.to(module.down_proj.dtype)
@@ -213,14 +218,20 @@ def _composed(module: Any, tokens: Tokens) -> Tensor:
 
 # --- which activation it is ------------------------------------------------------------------------------------------
 
-_known: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+#: By module, and by what its code reads: see `_read`.
+_known: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
+_MOST_KNOWN = 8
+_PLAIN = frozenset([bool, int, float, str])
 
 
+@torch.compiler.assume_constant_result  # the trial is no part of a compiled model
 def activation_of(module: Any) -> str | None:
     """The name of fmoe's activation that does what the module's own code does to its hidden rows; None if none does.
 
     It is found by trying: the module's code runs on numbers of every size and sign, in float64, and must give
-    what the activation gives. So it does not matter what a model calls it, or where it clamps.
+    what the activation gives. So it does not matter what a model calls it, or where it clamps. It is tried
+    again when `act_fn` or a number that the module holds has changed. An `act_fn` that learns, or does otherwise in
+    training, is none of fmoe's.
 
     Args:
         module: experts of transformers.
@@ -230,18 +241,51 @@ def activation_of(module: Any) -> str | None:
         >>> activation_of(MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=4)))
         'swiglu'
     """
-    if module not in _known:
-        _known[module] = None if module.has_post_expert_norm else _tried(module)
-    return _known[module]
+    known, read = _known.setdefault(module, {}), _read(module)
+    if read not in known:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[read] = None if module.has_post_expert_norm or _has_state(module) else _tried(module)
+    return known[read]
+
+
+def _read(module: Any) -> tuple[Any, ...]:
+    """What its activation may depend on: functions and modules in it, and all plain numbers that they hold."""
+    held, own = list(module.modules()), vars(module)
+    plain = [(name, item) for part in held for name, item in vars(part).items() if type(item) in _PLAIN]
+    return own.get("act_fn"), own.get("_apply_gate"), *held[1:], *plain
+
+
+@torch.compiler.assume_constant_result
+def _names(module: Any) -> tuple[tuple[str, ...], ...]:
+    """Of the modules in it, and of its own numbers."""
+    plain = tuple(name for name, item in vars(module).items() if type(item) in _PLAIN)
+    return tuple(name for name, _ in module.named_children()), plain
+
+
+def _watch(module: Any) -> None:
+    """Makes a compiled model compile again where `activation_of` would try again: reading sets a guard."""
+    children, plain = _names(module)
+    assert all(isinstance(getattr(module, name), nn.Module) for name in children)
+    assert all(isinstance(getattr(module, name), (bool, int, float, str)) for name in plain)
+
+
+def _has_state(module: Any) -> bool:
+    """Whether a module in it may give another result for the same input: it learns, counts, or draws."""
+    stateful = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RReLU)
+    inner = list(module.modules())[1:]
+    tensors = [leaf for part in inner for leaf in (*part.parameters(), *part.buffers())]
+    return bool(tensors) or any(isinstance(part, stateful) for part in inner)
 
 
 def _tried(module: Any) -> str | None:
-    sizes = torch.logspace(-3, 5, 49, dtype=torch.float64)
-    numbers = torch.cat([-sizes, torch.zeros(1, dtype=torch.float64), sizes])
-    gate, value = torch.meshgrid(numbers, numbers, indexing="ij")
-    z = torch.stack([gate.flatten(), value.flatten()], dim=-1).unflatten(0, (-1, 1))  # [N,1,2]: one hidden feature
-    pairs = torch.cat([z, z.flip(0)], dim=1)  # two hidden features, [N,2,2]
-    with torch.no_grad():
+    """The trial, on tensors that are real even while a compiler or exporter watches, and on the CPU."""
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        sizes = torch.logspace(-3, 5, 49, dtype=torch.float64)
+        numbers = torch.cat([-sizes, sizes.new_zeros(1), sizes])
+        gate, value = torch.meshgrid(numbers, numbers, indexing="ij")
+        z = torch.stack([gate.flatten(), value.flatten()], dim=-1).unflatten(0, (-1, 1))  # [N,1,2]: one hidden feature
+        pairs = torch.cat([z, z.flip(0)], dim=1)  # two hidden features, [N,2,2]
         for name, act in ACTIVATIONS.items():
             if act.gated != module.has_gate:
                 continue

@@ -53,19 +53,19 @@ def decode_cpu(
     else:
         order = sorted(order, key=ids.__getitem__)
         spans = _spans([ids[choice] for choice in order])
-        token = torch.tensor([choice // experts.shape[1] for choice in order])
-        weights = weights.index_select(0, torch.tensor(order))
+        token = torch.tensor([choice // experts.shape[1] for choice in order], device=x.device)
+        weights = weights.index_select(0, torch.tensor(order, device=x.device))
         rows = x.index_select(0, token)
     z = torch.cat([few_rows_matmul(rows[a:b], w_in[e]) for e, a, b in spans])
     if b_in is not None:
-        z = z + b_in.index_select(0, torch.tensor([ids[choice] for choice in order]))
+        z = z + b_in.index_select(0, torch.tensor([ids[choice] for choice in order], device=x.device))
     h = form_of(activation)(z)
     made = torch.cat([few_rows_matmul(h[a:b], w_out[e]) for e, a, b in spans])
     if b_out is not None:
-        made = made + b_out.index_select(0, torch.tensor([ids[choice] for choice in order]))
+        made = made + b_out.index_select(0, torch.tensor([ids[choice] for choice in order], device=x.device))
     if tokens == 1:
         return (weights.unsqueeze(0) @ made.to(total)).to(x.dtype)
-    y = torch.zeros(tokens, made.shape[1], dtype=total)
+    y = made.new_zeros(tokens, made.shape[1], dtype=total)
     return y.index_add(0, token, made.to(total) * weights.unsqueeze(1)).to(x.dtype)
 
 

@@ -164,7 +164,7 @@ def ffn_backward_cpu(
     dx = torch.zeros(x.shape if need_x else (0,), dtype=total)
     score = torch.zeros(order.shape[0] if need_w else 0, dtype=total)
     wanted = zip((w_in, b_in, w_out, b_out), need_parameters, strict=True)
-    dw_in, db_in, dw_out, db_out = (Sums(experts, p) if need and p is not None else None for p, need in wanted)
+    dw_in, db_in, dw_out, db_out = (Sums(experts, p, tiles) if need and p is not None else None for p, need in wanted)
     xs, gs, dxs = (Scratch(tiles, d, compute) for d in (x.shape[1], out_dim, x.shape[1]))
     hs, ghs, spares, dzs = (Scratch(tiles, d, compute) for d in (hidden, hidden, hidden, dim))
     through = _Through(act, tiles, hidden, compute)

@@ -5,6 +5,8 @@ The sizes here are the only tuned numbers of the CPU kernels; each says what it 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -209,36 +211,37 @@ class Scratch:
 class Sums:
     """Gradients of stacked parameters, summed over segments.
 
-    The first term of a matrix is written, not added to zeros. A half-precision gradient of several
-    segments is summed in fp32 and rounded once. They lie in memory as the parameters do: those of matrices
-    that lie column by column are summed as their transposes.
+    The first term of a matrix is written, not added to zeros. A half-precision gradient of several segments is
+    summed in fp32 and rounded once. (In bf16 a segment's product is rounded too: no bf16 matmul of a CPU returns
+    fp32, and one in fp32 takes four times as long. In fp16 products are made in fp32.) They lie in memory as the
+    parameters do: those of matrices that lie column by column are summed as their transposes.
     """
 
-    def __init__(self, experts: int, like: Tensor):
+    def __init__(self, experts: int, like: Tensor, tiles: list[Tile]):
         self.transposed = is_transposed(like)
         shape = like.transpose(1, 2).shape if self.transposed else like.shape
         self.result = torch.empty(experts, *shape[1:], dtype=like.dtype)
         self.total = accumulation_dtype(like.dtype)
-        self.wide: dict[int, Tensor] = {}  # sums of the matrices that have more than one segment
+        terms = Counter(to for tile in tiles for *_, to in tile.segments)
+        self.several = {to for to, count in terms.items() if count > 1} if like.dtype != self.total else set()
+        self.wide: dict[int, Tensor] = {}  # sums of the matrices in `several`
         self.seen: set[int] = set()
 
     def add(self, to: int, left: Tensor, right: Tensor | None = None) -> None:
         """Adds ``left @ right``, or ``left`` itself, to entry `to`."""
         if right is not None and self.transposed:
             left, right = right.t(), left.t()
-        target = self.result[to]
-        if to not in self.seen:
-            self.seen.add(to)
-            if right is not None and right.dtype == target.dtype:
-                torch.mm(left, right, out=target)
-            else:
-                target.copy_(left if right is None else left @ right)
-        elif target.dtype == self.total and right is not None:
-            target.addmm_(left, right)
+        first, target = to not in self.seen, self.result[to]
+        self.seen.add(to)
+        if to in self.several:
+            term = left if right is None else left @ right
+            self.wide[to] = term.to(self.total) if first else self.wide[to].add_(term)
+        elif right is None:
+            target.copy_(left if first else target + left)
+        elif right.dtype != target.dtype:
+            target.copy_(left @ right)
         else:
-            if to not in self.wide:
-                self.wide[to] = target.to(self.total)
-            self.wide[to] += left if right is None else left @ right
+            torch.mm(left, right, out=target) if first else target.addmm_(left, right)
 
     def fill(self, left: Tensor, right: Tensor | None = None) -> None:
         """Sets all entries at once, to ``left @ right`` or ``left`` itself."""
