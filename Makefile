@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-integrations lint format clean
+.PHONY: demo test test-links test-integrations lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/ready ## trains a small language model on two processes, each step under a plan that the planner chose
@@ -11,6 +11,9 @@ demo: .venv/ready ## trains a small language model on two processes, each step u
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-links: .venv/ready ## on hosts with slow links: needs Linux, root, iproute2 and an idle machine
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m links tests/test_replan.py
 
 test-integrations: .venv/ready ## models of other libraries; installs them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,integrations]'

@@ -1,4 +1,8 @@
-"""A link and a rank that change their speed while training goes on, between hosts with limited links."""
+"""A link and a rank that change their speed while training goes on, between hosts with limited links.
+
+Steps are timed, so that it needs a machine to itself: `make test-links` runs it, `make test` does not. What the
+planner does with such times is tested in test_planner.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ LACKING = why_not()
 WITHIN = planner.CHANGED_STEPS + planner.REPEATS * planner.TRIALS
 
 
+@pytest.mark.links
 @pytest.mark.skipif(bool(LACKING), reason=f"hosts are network namespaces: {LACKING}")
 def test_the_plan_follows_the_links_and_the_slowest_rank():
     """Gathering the weights takes four times as long on the slow link, and several times as long beside a slow rank."""
