@@ -77,9 +77,13 @@ class State:
     load: Bucket | None = None
     step: int = 0
 
+    def fresh(self, kind: int, assignment: Assignment) -> Taken:
+        """What is known of an assignment under a kind of load and not stale."""
+        return tuple(t for t in self.measured.get((kind, assignment), ()) if self.step - t[0] < STALE)
+
     def took(self, kind: int, assignment: Assignment) -> list[float]:
-        """What an assignment took under a kind of load, as far as it is not stale."""
-        return [t for step, t, _ in self.measured.get((kind, assignment), ()) if self.step - step < STALE]
+        """The seconds of that."""
+        return [t for _, t, _ in self.fresh(kind, assignment)]
 
 
 def init(
@@ -156,7 +160,7 @@ def _expected(state: State, kind: int, assignment: Assignment, found: Price) -> 
     seen = state.took(kind, assignment)
     if seen:
         return statistics.median_low(seen)
-    fresh = [(a, [t for t in taken if state.step - t[0] < STALE]) for (_, a), taken in state.measured.items()]
+    fresh = [(a, state.fresh(other, a)) for other, a in state.measured]
     known = [(a, statistics.median_low(t for _, t, _ in taken), taken[-1][2]) for a, taken in fresh if taken]
     same = [took / predicted for tried, took, predicted in known if tried == assignment]
     if same:
@@ -201,8 +205,7 @@ def _remembered(
     predicted = model.price(plans, model.alike(kind)).seconds
     if had != kind:  # what it would have taken under the load that plans are chosen for
         seconds *= predicted / model.price(plans, model.alike(had)).seconds
-    before = [t for t in state.measured.get((kind, plans), ()) if state.step - t[0] < STALE]
-    taken = (*before, (state.step, seconds, predicted))
+    taken = (*state.fresh(kind, plans), (state.step, seconds, predicted))
     if _changed([t for _, t, _ in taken]):
         return {}
     measured = {**state.measured, (kind, plans): taken[-KEPT:]}

@@ -128,22 +128,18 @@ class Model:
         known = self._known(load)
         if "ranked" not in known:
             known["ranked"] = self._rank(load)
-            known["fitting"] = frozenset(assignment for assignment, _ in known["ranked"])
         found: list[tuple[Assignment, Price]] = known["ranked"]
         return found
 
     def fits(self, assignment: Assignment, load: Bucket) -> bool:
         """Whether an assignment fits in memory."""
-        self.ranked(load)
-        if assignment in self._known(load)["fitting"]:
-            return True
         return self.limit is None or self.price(assignment, load).memory <= self.limit
 
     def _known(self, load: Bucket) -> dict[Any, Any]:
         return self._prices.find(load, dict)
 
     def _rank(self, load: Bucket) -> list[tuple[Assignment, Price]]:
-        uniform, limit = self.uniform, self.limit
+        uniform = self.uniform
         own = self._price_all(uniform, load)
         priced = [(assignment, self.price(assignment, load)) for assignment in uniform]
         if len(self.names) > 1:
@@ -154,8 +150,9 @@ class Model:
             found = self.price(mixed, load)
             if found.seconds < (1 - MARGIN) * min(other.seconds for _, other in priced):
                 priced.append((mixed, found))
-        fits = [item for item in priced if limit is None or item[1].memory <= limit]
-        return sorted(fits, key=lambda item: (item[1].seconds, str(item[0])))
+        return sorted(
+            (item for item in priced if self.fits(item[0], load)), key=lambda item: (item[1].seconds, str(item[0]))
+        )
 
     def _price_all(self, assignments: Sequence[Assignment], load: Bucket) -> list[list[float]]:
         """Prices assignments, all of them agreed at once; for each, the time of each layer's own equations."""

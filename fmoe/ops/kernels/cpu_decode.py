@@ -46,23 +46,24 @@ def decode_cpu(
     ids, tokens, total = experts.flatten().tolist(), len(x), accumulation_dtype(x.dtype)
     if min(ids) < 0 or max(ids) >= len(w_in):
         refuse("decode_cpu", [f"experts has ids from {min(ids)} to {max(ids)}, but there are E={len(w_in)}."])
-    weights, order = w.flatten().to(total), list(range(len(ids)))
+    weights, chosen = w.flatten().to(total), experts.flatten()
     if tokens == 1:  # each expert has the one row
         spans = [(e, row, row + 1) for row, e in enumerate(ids)]
         rows = x.expand(len(ids), -1)
     else:
-        order = sorted(order, key=ids.__getitem__)
+        order = sorted(range(len(ids)), key=ids.__getitem__)
         spans = _spans([ids[choice] for choice in order])
-        token = torch.tensor([choice // experts.shape[1] for choice in order], device=x.device)
-        weights = weights.index_select(0, torch.tensor(order, device=x.device))
+        by_expert = torch.tensor(order, device=x.device)
+        token = by_expert // experts.shape[1]
+        weights, chosen = weights.index_select(0, by_expert), chosen.index_select(0, by_expert)
         rows = x.index_select(0, token)
     z = torch.cat([few_rows_matmul(rows[a:b], w_in[e]) for e, a, b in spans])
     if b_in is not None:
-        z = z + b_in.index_select(0, torch.tensor([ids[choice] for choice in order], device=x.device))
+        z = z + b_in.index_select(0, chosen)
     h = form_of(activation)(z)
     made = torch.cat([few_rows_matmul(h[a:b], w_out[e]) for e, a, b in spans])
     if b_out is not None:
-        made = made + b_out.index_select(0, torch.tensor([ids[choice] for choice in order], device=x.device))
+        made = made + b_out.index_select(0, chosen)
     if tokens == 1:
         return (weights.unsqueeze(0) @ made.to(total)).to(x.dtype)
     y = made.new_zeros(tokens, made.shape[1], dtype=total)
